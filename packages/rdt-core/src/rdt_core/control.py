@@ -1,0 +1,337 @@
+"""The synchronous client of a group's coordinator, for publishers, receivers and drivers, and the way to find it.
+
+`RayControl` speaks to the named Ray actor, `LocalControl` to a coordinator in a thread of this process. Both raise rdt's
+own error classes with the coordinator's own messages. No call waits for ever, and none falls back to another group,
+namespace or cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import wire
+from .coordinator import Coordinator
+from .errors import DeadlineError, MembershipError, RdtError, SyncError
+
+DEFAULT_NAMESPACE = "rdt"
+_POLL_S = 0.1
+
+
+class Control(ABC):
+    """`Coordinator`'s methods with plain Python values instead of messages; see there for what each does and raises.
+
+    Args:
+        group: the group's name.
+        call_timeout_s: for calls that wait for nobody else.
+        grace_s: how much longer than the coordinator's own deadline a call is given to answer.
+    """
+
+    def __init__(self, group: str, *, call_timeout_s: float = 60.0, grace_s: float = 10.0) -> None:
+        self.group = group
+        self.call_timeout_s = call_timeout_s
+        self.grace_s = grace_s
+
+    @abstractmethod
+    def _call(self, method: str, args: tuple[Any, ...], limit_s: float) -> Any:
+        """Runs a method of the coordinator; raises DeadlineError after `limit_s` seconds."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the coordinator. Idempotent."""
+
+    def _quick(self, method: str, *args: Any) -> Any:
+        return self._call(method, args, self.call_timeout_s)
+
+    def _long(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return self._call(method, (*args, timeout_s), timeout_s + self.grace_s)
+
+    def join(self, manifest: wire.SourceManifest, token: str) -> None:
+        """See `Coordinator.join`."""
+        self._quick("join", wire.encode(manifest), token)
+
+    def leave(self, rank: int, token: str) -> None:
+        """See `Coordinator.leave`."""
+        self._quick("leave", rank, token)
+
+    def sources(self, timeout_s: float) -> tuple[int, list[wire.SourceManifest]]:
+        """See `Coordinator.sources`."""
+        epoch, manifests = self._long("sources", timeout_s=timeout_s)
+        return epoch, [wire.decode(manifest, wire.SourceManifest) for manifest in manifests]
+
+    def connect(self, manifest: wire.EngineManifest, epoch: int | None = None) -> None:
+        """See `Coordinator.connect`."""
+        self._quick("connect", wire.encode(manifest), epoch)
+
+    def disconnect(self, reader: str, incarnation: str) -> None:
+        """See `Coordinator.disconnect`."""
+        self._quick("disconnect", reader, incarnation)
+
+    def detach(self, replica: str) -> None:
+        """See `Coordinator.detach`."""
+        self._quick("detach", replica)
+
+    def replica_ready(self, replica: str, timeout_s: float) -> list[wire.EngineManifest]:
+        """See `Coordinator.replica_ready`."""
+        manifests = self._long("replica_ready", replica, timeout_s=timeout_s)
+        return [wire.decode(manifest, wire.EngineManifest) for manifest in manifests]
+
+    def begin(
+        self, rank: int, token: str, version: int, replicas: Sequence[str] | None, timeout_s: float
+    ) -> tuple[int, list[wire.ReadRequest]]:
+        """See `Coordinator.begin`."""
+        names = None if replicas is None else list(replicas)
+        sync, requests = self._long("begin", rank, token, version, names, timeout_s=timeout_s)
+        return sync, [wire.decode(request, wire.ReadRequest) for request in requests]
+
+    def offer(
+        self, rank: int, sync: int, offers: Sequence[wire.LinkOffer], refs: Sequence[Sequence[Any]] | None = None
+    ) -> None:
+        """See `Coordinator.offer`. No `refs`: none beside any offer."""
+        beside = [[] for _ in offers] if refs is None else [list(some) for some in refs]
+        self._quick("offer", rank, sync, [wire.encode(offer) for offer in offers], beside)
+
+    def offers(self, reader: str, incarnation: str, timeout_s: float) -> tuple[list[wire.LinkOffer], list[list[Any]]]:
+        """See `Coordinator.offers`."""
+        offers, refs = self._long("offers", reader, incarnation, timeout_s=timeout_s)
+        return [wire.decode(offer, wire.LinkOffer) for offer in offers], refs
+
+    def running(self, version: int) -> int:
+        """See `Coordinator.running`."""
+        return self._quick("running", version)
+
+    def published(self, rank: int, sync: int, round: int) -> None:
+        """See `Coordinator.published`."""
+        self._quick("published", rank, sync, round)
+
+    def await_round(self, reader: str, sync: int, round: int, timeout_s: float) -> None:
+        """See `Coordinator.await_round`."""
+        self._long("await_round", reader, sync, round, timeout_s=timeout_s)
+
+    def read(self, reader: str, sync: int, round: int) -> None:
+        """See `Coordinator.read`."""
+        self._quick("read", reader, sync, round)
+
+    def await_read(self, rank: int, sync: int, round: int, timeout_s: float) -> None:
+        """See `Coordinator.await_read`."""
+        self._long("await_read", rank, sync, round, timeout_s=timeout_s)
+
+    def done(self, report: wire.ReaderReport, sync: int) -> None:
+        """See `Coordinator.done`."""
+        self._quick("done", wire.encode(report), sync)
+
+    def fail(self, sync: int | None, member: str, phase: str, message: str) -> str | None:
+        """See `Coordinator.fail`."""
+        return self._quick("fail", sync, member, phase, message)
+
+    def commit(self, sync: int, rank: int, seconds: float, phases: Mapping[str, float]) -> wire.SyncReport:
+        """See `Coordinator.commit`."""
+        return wire.decode(self._quick("commit", sync, rank, seconds, dict(phases)), wire.SyncReport)
+
+    def outcome(self, sync: int, rank: int, timeout_s: float) -> wire.SyncReport:
+        """See `Coordinator.outcome`."""
+        return wire.decode(self._long("outcome", sync, rank, timeout_s=timeout_s), wire.SyncReport)
+
+    def current(self) -> tuple[int | None, int | None]:
+        """See `Coordinator.current`."""
+        version, sync = self._quick("current")
+        return version, sync
+
+    def status(self) -> wire.GroupStatus:
+        """See `Coordinator.status`."""
+        return wire.decode(self._quick("status"), wire.GroupStatus)
+
+
+class LocalControl(Control):
+    """Runs a coordinator's event loop in a daemon thread of this process. Threads may share one.
+
+    Args:
+        coordinator: its group is the control's.
+        call_timeout_s: see `Control`.
+        grace_s: see `Control`.
+    """
+
+    def __init__(self, coordinator: Coordinator, *, call_timeout_s: float = 60.0, grace_s: float = 10.0) -> None:
+        super().__init__(coordinator.group, call_timeout_s=call_timeout_s, grace_s=grace_s)
+        self._coordinator = coordinator
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"rdt.{self.group}", daemon=True)
+        self._thread.start()
+
+    def _call(self, method: str, args: tuple[Any, ...], limit_s: float) -> Any:
+        if self._loop.is_closed():
+            raise SyncError(f"the coordinator of group {self.group!r} is closed")
+        future = asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
+        try:
+            return future.result(limit_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise _no_answer(self.group, method, limit_s) from None
+
+    def close(self) -> None:
+        """Stops the event loop; calls that wait end with a SyncError. Idempotent."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result(self.call_timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _cancel(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RayControl(Control):
+    """Speaks to the coordinator actor. The actor ends when the control that created it is dropped, or its process.
+
+    Args:
+        group: the group's name.
+        handle: of the actor.
+        call_timeout_s: see `Control`.
+        grace_s: see `Control`.
+    """
+
+    def __init__(self, group: str, handle: Any, *, call_timeout_s: float = 60.0, grace_s: float = 10.0) -> None:
+        super().__init__(group, call_timeout_s=call_timeout_s, grace_s=grace_s)
+        self._handle = handle
+
+    def _call(self, method: str, args: tuple[Any, ...], limit_s: float) -> Any:
+        import ray
+
+        if self._handle is None:
+            raise SyncError(f"the control of group {self.group!r} is closed")
+        try:
+            return ray.get(getattr(self._handle, method).remote(*args), timeout=limit_s)
+        except ray.exceptions.GetTimeoutError:
+            raise _no_answer(self.group, method, limit_s) from None
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RdtError):
+                raise error.cause from None
+            raise SyncError(f"the coordinator of group {self.group!r} broke in {method}: {error.cause!r}") from error
+        except ray.exceptions.RayActorError as error:
+            raise SyncError(
+                f"the coordinator of group {self.group!r} died (called for {method}): it lives in the cluster as long as the "
+                f"source rank that opened it, so that one has ended; restart the group. Ray says: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Drops the handle; the actor ends if this control created it. Idempotent."""
+        self._handle = None
+
+
+def open_coordinator(
+    group: str,
+    *,
+    namespace: str = DEFAULT_NAMESPACE,
+    world_size: int | None = None,
+    create: bool,
+    timeout_s: float,
+    stall_timeout_s: float = 600.0,
+) -> RayControl:
+    """Finds the coordinator of a group, an actor named `rdt.GROUP`, or creates it.
+
+    Who creates it keeps it alive: the actor ends with that process, so that no run inherits another run's group. Let
+    source rank 0 create it and everybody else wait for it.
+
+    Args:
+        group: the group's name.
+        namespace: Ray namespace, always explicit.
+        world_size: number of source ranks; needed to create.
+        create: create it if it does not exist.
+        timeout_s: to find it, or for it to start.
+        stall_timeout_s: see `Coordinator`.
+
+    Raises:
+        MembershipError: this process is not connected to Ray, or `world_size` is missing.
+        DeadlineError: not there in time; names the rdt actors that the cluster has.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        raise MembershipError(
+            f"cannot open group {group!r}: this process is not connected to Ray; call ensure_ray() first"
+        )
+    if create and world_size is None:
+        raise MembershipError(f"cannot create group {group!r} without a world_size, the number of source ranks")
+    name = f"rdt.{group}"
+    deadline = time.monotonic() + timeout_s
+    trouble = "no such actor"
+    while True:
+        try:
+            if create:
+                handle = (
+                    ray.remote(Coordinator)
+                    .options(
+                        name=name,
+                        namespace=namespace,
+                        get_if_exists=True,
+                        num_cpus=0,
+                        max_concurrency=10_000,
+                        max_restarts=0,
+                        max_task_retries=0,
+                    )
+                    .remote(group, world_size, stall_timeout_s)
+                )
+            else:
+                handle = ray.get_actor(name, namespace)
+            ray.get(handle.current.remote(), timeout=max(deadline - time.monotonic(), _POLL_S))
+            return RayControl(group, handle)
+        except ValueError:
+            trouble = "no such actor"
+        except ray.exceptions.RayActorError as error:
+            # The name may still point at the actor of a run that is ending.
+            trouble = f"it died: {error}"
+        except ray.exceptions.GetTimeoutError:
+            trouble = "it did not start or does not answer"
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    others = sorted(
+        f"{actor['name']} in namespace {actor['namespace']!r}"
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith("rdt.")
+    )
+    raise DeadlineError(
+        f"waited {timeout_s:g} s for the coordinator of group {group!r}, actor {name!r} in namespace {namespace!r} of the "
+        f"cluster at {ray.get_runtime_context().gcs_address}: {trouble}. rdt actors there: {'; '.join(others) or 'none'}. "
+        f"Start the trainer first, and pass the same group, namespace and cluster address on both sides"
+    )
+
+
+def ensure_ray(address: str | None = None, namespace: str = DEFAULT_NAMESPACE) -> None:
+    """Connects this process to the Ray cluster unless it is connected.
+
+    Args:
+        address: of the cluster; default: the environment variable RAY_ADDRESS.
+        namespace: for a new connection.
+
+    Raises:
+        MembershipError: no address is known, or no cluster answers there.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise MembershipError(
+            "this process is not connected to Ray and knows no cluster: pass address= or set RAY_ADDRESS to the cluster's "
+            "address (ray.get_runtime_context().gcs_address in a process that is connected)"
+        )
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise MembershipError(f"no Ray cluster answers at {address!r}: {error}") from error
+
+
+def _no_answer(group: str, method: str, limit_s: float) -> DeadlineError:
+    return DeadlineError(f"the coordinator of group {group!r} did not answer {method} within {limit_s:g} s")

@@ -1,0 +1,91 @@
+"""The engines that the demo can drive, found by entry point, and what each must offer.
+
+An adapter package names a function in the group `rdt.demo_engines`; it is imported only when its engine was asked for,
+so that this package never imports an engine. The function has the signature of `EngineStarter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Protocol, cast
+
+from ..engines import EngineClient
+from ..errors import EngineError
+
+GROUP = "rdt.demo_engines"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine generated for a prompt: token ids (with the stop token, if any) and their log-probabilities.
+
+    `logprobs[i]` is the natural logarithm of the probability that the model itself gave to `tokens[i]`, before any
+    temperature or truncation.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class RolloutEngine(Protocol):
+    """One running replica of an engine, as the demo uses it. Every call ends by its `timeout_s` or raises."""
+
+    name: str  # engine and version, for reports
+    client: EngineClient  # what a sync drives; can be pickled to another process of the cluster
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        max_tokens: int,
+        stop: Sequence[int],
+        seed: int,
+        timeout_s: float,
+    ) -> list[list[Completion]]:
+        """Samples at temperature 1 from the full distribution: for each prompt `samples` completions.
+
+        Raises:
+            EngineError: the engine failed or refused.
+            DeadlineError: not done within `timeout_s` seconds.
+        """
+        ...
+
+    def version(self, *, timeout_s: float) -> int | None:
+        """The version that the engine says it serves, or None before the first sync."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends every process of the engine. Idempotent; never raises for an engine that is dead already."""
+        ...
+
+
+class EngineStarter(Protocol):
+    """Starts a replica in the Ray cluster that this process is connected to, and returns when it can generate."""
+
+    def __call__(
+        self, model_dir: Path, *, tp: int, dtype: str, max_model_len: int, seed: int, threads: int, timeout_s: float
+    ) -> RolloutEngine: ...
+
+
+def installed_engines() -> dict[str, EntryPoint]:
+    """Returns the entry points of the group by engine name; nothing is imported."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def load_engine(name: str) -> EngineStarter:
+    """Imports the starter of one engine.
+
+    Raises:
+        EngineError: there is no such engine, or importing its adapter failed.
+    """
+    points = installed_engines()
+    if name not in points:
+        raise EngineError(f"no engine {name!r} is installed; installed: {', '.join(sorted(points)) or 'none'}")
+    try:
+        return cast(EngineStarter, points[name].load())
+    except ImportError as error:
+        raise EngineError(f"the adapter of engine {name!r} ({points[name].value}) cannot be imported: {error}") from error

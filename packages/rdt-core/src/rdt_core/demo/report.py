@@ -1,0 +1,83 @@
+"""What a run of the demo did: the two structs of `report.json`, and the picture of reward and sync time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..wire import LinkReport, Struct
+
+
+class StepReport(Struct):
+    """One version: the sync that brought it to the engine, and what the engine made of it.
+
+    `seconds` and `phases` (seconds) are the sync's, from the last finished optimiser step to the engine serving; `reward` is the mean over
+    the samples that this version generated, `max_abs_logprob_error` the largest difference over all their tokens between
+    the engine's log-probabilities and the trainer's.
+    """
+
+    version: int
+    reward: float
+    seconds: float
+    phases: dict[str, float]
+    bytes: int
+    mode: str
+    links: tuple[LinkReport, ...]
+    max_abs_logprob_error: float
+
+
+class DemoReport(Struct):
+    """A whole run, as `report.json` holds it."""
+
+    trainer: str
+    engine: str
+    model: str
+    steps: tuple[StepReport, ...]
+
+    def json(self) -> bytes:
+        """Returns the report as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+
+def draw(report: DemoReport, first_reward: float, path: Path) -> None:
+    """Draws mean reward and sync time by version to a PNG.
+
+    Args:
+        report: of the run, at least one step.
+        first_reward: mean reward of the checkpoint before training, shown as version 0.
+        path: the file to write.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    versions = [step.version for step in report.steps]
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    top.plot([0, *versions], [first_reward, *(step.reward for step in report.steps)], marker="o", color="#1f6fb2")
+    top.set_ylabel("mean reward")
+    top.set_ylim(bottom=0)
+    top.set_title(f"{report.model}: trained by {report.trainer}, served by {report.engine}", fontsize=11)
+    names = phase_names(report.steps)
+    base = [0.0] * len(versions)
+    for name in names:
+        heights = [step.phases.get(name, 0.0) * 1000 for step in report.steps]
+        bottom.bar(versions, heights, bottom=base, label=name, width=0.6)
+        base = [low + high for low, high in zip(base, heights, strict=True)]
+    bottom.plot(versions, [step.seconds * 1000 for step in report.steps], "k_", markersize=14, label="whole sync")
+    bottom.set_ylabel("sync, ms")
+    bottom.set_xlabel("version")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    bottom.legend(fontsize=8, ncols=4)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def phase_names(steps: Sequence[StepReport]) -> list[str]:
+    """Returns every phase that any of the syncs had, in the order of first appearance."""
+    return list(dict.fromkeys(name for step in steps for name in step.phases))

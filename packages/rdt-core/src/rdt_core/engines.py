@@ -1,0 +1,72 @@
+"""What the driver of a sync needs from an inference engine: one small client protocol that the adapters implement.
+
+A client stands for one replica and reaches every rank of it. Every call returns when all ranks have done it, raises
+`EngineError` when any failed or `DeadlineError` when `deadline` passed, and is never retried behind the caller's back.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, runtime_checkable
+
+from .wire import Struct
+
+CachePolicy = Literal["reset", "keep"]
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+class ConnectInfo(Struct):
+    """What an engine rank must know to connect to a sync group; JSON-safe, so that it can travel over HTTP."""
+
+    group: str
+    replica: str
+    namespace: str  # Ray namespace of the coordinator
+    address: str  # of the Ray cluster, for workers that are not Ray processes yet
+    kinds: tuple[str, ...]  # link kinds allowed, in order of preference
+    timeout_s: float
+    pack_threshold: int = 0  # bytes below which a piece is packed; 0: the kind's own default
+
+
+@runtime_checkable
+class EngineClient(Protocol):
+    """One replica of an inference engine."""
+
+    name: str  # the replica's name, unique in its group
+
+    def connect(self, info: ConnectInfo, *, deadline: float) -> None:
+        """Every rank of the replica reads the manifests, traces, plans and posts its read requests. Idempotent."""
+        ...
+
+    def pause(self, *, deadline: float) -> None:
+        """Generation stops; returns once no forward pass is running."""
+        ...
+
+    def begin(self, version: int, *, deadline: float) -> None:
+        """Every rank is made ready to receive `version`."""
+        ...
+
+    def pull(self, version: int, *, deadline: float) -> None:
+        """Every rank pulls all its bytes and lands them."""
+        ...
+
+    def finish(self, version: int, *, deadline: float) -> None:
+        """Every rank runs its remaining post-load steps and checks its accounts; then the version is stamped.
+
+        Prefix caches are dropped or kept by the client's explicit policy.
+        """
+        ...
+
+    def abort(self, version: int, reason: str, *, deadline: float) -> None:
+        """Ends a sync that failed: ranks that received bytes become torn and refuse to generate."""
+        ...
+
+    def resume(self, *, deadline: float) -> None:
+        """Generation goes on. Never called after a failed sync."""
+        ...
+
+    def version(self, *, deadline: float) -> int | None:
+        """The version that the engine itself says it serves, or None before the first sync."""
+        ...
+
+    def health(self, *, deadline: float) -> None:
+        """Raises EngineError if the replica is not alive."""
+        ...

@@ -1,0 +1,57 @@
+"""Every error that rdt raises on purpose, in one tree below `RdtError`.
+
+A message names the tensor, the rank, the bytes, what was found, what was expected and the way out; the class says
+which kind of mistake it was, so that callers can tell a wrong set-up from a fault at run time.
+"""
+
+
+class RdtError(Exception):
+    """Base of all errors of rdt."""
+
+
+class VersionError(RdtError):
+    """A version of Ray, NIXL, an engine or the wire format that cannot work, or a part that is missing."""
+
+
+class WireError(RdtError):
+    """A message that does not decode, is too large, or declares something impossible (names, boxes, sizes)."""
+
+
+class GeometryError(RdtError):
+    """A view op with arguments that do not fit the shape it is applied to."""
+
+
+class TracingError(RdtError):
+    """A weight loader did something to a stand-in tensor that needs its data."""
+
+
+class CoverageError(RdtError):
+    """Tensors that an engine wants and no source rank holds, or that nobody takes, or elements without an owner."""
+
+
+class SourceError(RdtError):
+    """A trainer's module cannot be declared: an unmapped parameter, an unsupported layout, a shard that moved."""
+
+
+class TransportError(RdtError):
+    """A link could not be made, or moving bytes over it failed."""
+
+
+class MembershipError(RdtError):
+    """A join that contradicts the group: a rank taken twice, another world size, an unknown group."""
+
+
+class DeadlineError(RdtError):
+    """A wait reached its deadline; says what was waited for and who had not answered."""
+
+
+class SyncError(RdtError):
+    """A sync failed; the message is the same on every rank and names the member and phase that failed first."""
+
+
+class TornReplicaError(SyncError):
+    """A replica holds bytes of two versions and refuses to generate until a complete sync or a reload."""
+
+
+class EngineError(RdtError):
+    """An inference engine refused or failed a control call."""

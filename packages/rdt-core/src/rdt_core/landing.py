@@ -1,0 +1,151 @@
+"""Where bytes land in an engine rank: the protocol that engine adapters implement, and the one for plain modules.
+
+A destination is one storage of the engine's model, known by a key (its first qualified name). `in_place` destinations
+have one address for life and receive bytes directly; the others exist only between `open` and `close` of their module,
+because the engine's own post-load step (repacking, quantisation) turns them into something else. Their memory is the
+receiver's (a fixed place in its receive buffer), so that prepared transfers land in them without another copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from .tracing import Destinations, Trace, trace
+from .wire import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """One storage that slices land in.
+
+    Attributes:
+        key: the name under which the trace recorded it.
+        module: the module whose post-load step needs it; a module closes when its last slice has landed.
+        in_place: whether bytes may go straight into the live storage.
+        nbytes: size of the storage.
+    """
+
+    key: str
+    module: str
+    in_place: bool
+    nbytes: int
+
+
+@runtime_checkable
+class Landing(Protocol):
+    """An engine's model as the receiver sees it. All calls come from one thread, in the order given here."""
+
+    engine: str  # name and version, for manifests and errors
+
+    def trace(self, tensors: Sequence[TensorMeta]) -> Trace:
+        """Runs the engine's own loaders over stand-ins; nothing is written."""
+        ...
+
+    def destinations(self) -> Mapping[str, Destination]:
+        """Every destination that the trace recorded. Called after `trace`."""
+        ...
+
+    def begin(self) -> None:
+        """A sync starts: from here to `finish` the model is being written."""
+        ...
+
+    def open(self, modules: Iterable[str], memory: Mapping[str, torch.Tensor]) -> None:
+        """Makes the destinations of these modules exist.
+
+        Args:
+            modules: names as in `Destination.module`.
+            memory: for every destination of these modules that is not in place, by key: a 1-D uint8 tensor of
+                `Destination.nbytes` (zeroed before its first use in a process) that becomes its storage until `close`.
+        """
+        ...
+
+    def storage(self, key: str) -> torch.Tensor:
+        """The whole storage of an `in_place` destination as a 1-D uint8 tensor: the same memory for ever."""
+        ...
+
+    def close(self, module: str) -> None:
+        """Every slice of this module has landed: runs its post-load step. The memory given to `open` is free afterwards."""
+        ...
+
+    def finish(self) -> None:
+        """Every module is closed: what remains of the post-load step; checks that no live address changed."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """The sync failed. If `begin` was called, the model is torn: it must refuse to generate until a `finish`."""
+        ...
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole storage of `tensor` as a 1-D uint8 tensor that shares its memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
+
+
+class ModuleLanding:
+    """Lands in the parameters and buffers of a plain `torch.nn.Module`, all in place.
+
+    Args:
+        module: the model that serves.
+        load_weights: runs the model's loaders over `(name, tensor)` pairs; default: copy each tensor into the
+            parameter or buffer of that name.
+        engine: what the reports call this engine.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] | None = None,
+        engine: str = "torch",
+    ) -> None:
+        self.engine = engine
+        self.module = module
+        self.torn: str | None = None
+        self._load = load_weights or self._copy_by_name
+        self._targets = Destinations.of(module)
+        self._storages = {key: storage_bytes(tensor) for key, tensor in self._targets.items()}
+
+    def _copy_by_name(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers(remove_duplicate=False))
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name in own:
+                    own[name].data.copy_(tensor)
+
+    def trace(self, tensors: Sequence[TensorMeta]) -> Trace:
+        """See `Landing.trace`."""
+        return trace(self._load, tensors, self._targets)
+
+    def destinations(self) -> Mapping[str, Destination]:
+        """See `Landing.destinations`."""
+        return {
+            key: Destination(key=key, module=key.rpartition(".")[0], in_place=True, nbytes=storage.numel())
+            for key, storage in self._storages.items()
+        }
+
+    def begin(self) -> None:
+        """See `Landing.begin`."""
+        self.torn = "a sync is running"
+
+    def open(self, modules: Iterable[str], memory: Mapping[str, torch.Tensor]) -> None:
+        """See `Landing.open`: everything is in place already."""
+
+    def storage(self, key: str) -> torch.Tensor:
+        """See `Landing.storage`."""
+        return self._storages[key]
+
+    def close(self, module: str) -> None:
+        """See `Landing.close`: a plain module has no post-load step."""
+
+    def finish(self) -> None:
+        """See `Landing.finish`."""
+        self.torn = None
+
+    def abort(self, reason: str) -> None:
+        """See `Landing.abort`."""
+        if self.torn is not None:
+            self.torn = reason

@@ -1,0 +1,168 @@
+"""Memory that other processes read: arenas made to be exported, and parameter storages moved once to shared memory.
+
+On a CPU an arena is an anonymous memory file, which leaves no name behind and goes away with its last user; on CUDA it
+is plain device memory, never an expandable segment. Memory is handed out once, in aligned spans, and never moves or
+shrinks. Refuses to hand out more than it has and to share what would not fit; nothing here falls back to a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from . import cudadriver
+from .errors import TransportError
+
+ALIGNMENT = 256
+_SHM = "/dev/shm"  # where torch makes the files of shared storages
+
+
+class Arena:
+    """One allocation that can be exported and registered, handed out in aligned spans.
+
+    Attributes:
+        tensor: the whole arena, 1-D uint8.
+        nbytes: its size.
+        used: bytes handed out so far, alignment included.
+
+    Args:
+        nbytes: size in bytes; at least 1.
+        device: "cpu" or a CUDA device.
+
+    Raises:
+        TransportError: the machine has no such memory left; names the bytes wanted.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device | str = "cpu") -> None:
+        if nbytes <= 0:
+            raise TransportError(f"an arena of {nbytes} bytes was asked for; expected at least 1")
+        self.nbytes = nbytes
+        self.device = torch.device(device)
+        self.used = 0
+        if self.device.type == "cpu":
+            self.tensor = _anonymous(nbytes)
+        elif self.device.type == "cuda":
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self.device = torch.device("cuda", index)
+            self.tensor = cudadriver.allocate(nbytes, index).tensor()
+        else:
+            raise TransportError(f"no arena can be made on device {self.device}; known: cpu, cuda")
+
+    def span(self, nbytes: int, align: int = ALIGNMENT) -> tuple[int, torch.Tensor]:
+        """Hands out the next `nbytes` bytes.
+
+        Args:
+            nbytes: size of the span, 0 or more.
+            align: alignment of its first byte, a power of two.
+
+        Returns:
+            The span's byte offset in the arena and its 1-D uint8 view.
+
+        Raises:
+            TransportError: the arena is full; names the sizes.
+        """
+        start = -(-self.used // align) * align
+        if nbytes < 0 or start + nbytes > self.nbytes:
+            raise TransportError(
+                f"an arena of {self.nbytes} bytes on {self.device} with {self.used} handed out has no room for {nbytes} more "
+                f"(aligned to {align}); make the arena larger"
+            )
+        self.used = start + nbytes
+        return start, self.tensor[start : start + nbytes]
+
+    @property
+    def free(self) -> int:
+        """Bytes not handed out yet."""
+        return self.nbytes - self.used
+
+
+def _anonymous(nbytes: int) -> torch.Tensor:
+    fd = os.memfd_create("rdt", os.MFD_CLOEXEC)
+    try:
+        # reserved now: a memory file that only grows when touched kills the process when the machine runs out
+        os.posix_fallocate(fd, 0, nbytes)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)
+    except (OSError, RuntimeError) as error:
+        raise TransportError(f"no shared memory of {nbytes} bytes can be made: {error}") from error
+    finally:
+        os.close(fd)
+    return whole(storage)
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Returns all of `storage` as a 1-D uint8 tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
+
+
+def share(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Moves a CPU storage to shared memory, in place: every tensor and view over it stays what it was.
+
+    Its address changes once, at the first call; call it before anything remembers the address (registration, a plan).
+    Later calls change nothing.
+
+    Returns:
+        File descriptor (owned by the storage; not to be closed) and size in bytes.
+
+    Raises:
+        TransportError: not CPU memory, an empty storage, memory mapped from somewhere without a descriptor, or too
+            little shared memory left.
+    """
+    nbytes = storage.nbytes()
+    if storage.device.type != "cpu":
+        raise TransportError(f"only CPU storages are moved to shared memory; found one on {storage.device}")
+    if nbytes == 0:
+        raise TransportError("a storage of 0 bytes cannot be shared; skip empty shards")
+    if not storage.is_shared():
+        room = os.statvfs(_SHM) if os.path.isdir(_SHM) else None
+        # checked here because running out later, when the pages are touched, kills the process without a word
+        if room is not None and room.f_bavail * room.f_frsize < nbytes:
+            raise TransportError(
+                f"moving {nbytes} bytes to shared memory needs that much room in {_SHM}, which has "
+                f"{room.f_bavail * room.f_frsize}; enlarge it (docker: --shm-size) or use mode 'snapshot'"
+            )
+    try:
+        fd, size = storage._share_fd_cpu_()
+    except RuntimeError as error:
+        raise TransportError(f"a storage of {nbytes} bytes cannot be moved to shared memory: {error}") from error
+    if fd < 0:
+        raise TransportError(
+            f"a storage of {nbytes} bytes is mapped from a file that is closed, and cannot be given to others; "
+            "copy the parameters out of the mapped file or use mode 'snapshot'"
+        )
+    return fd, size
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Finds the distinct storages below `tensors`, in first-seen order.
+
+    Returns:
+        Address of the storage to a 1-D uint8 tensor over all of it. Empty storages and meta tensors are left out.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if tensor.is_meta:
+            continue
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes() == 0 or (address in found and found[address].numel() >= storage.nbytes()):
+            continue
+        found[address] = whole(storage)
+    return found
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """Address and size in bytes of each tensor: differs from an earlier one when memory moved or was resized."""
+    return tuple((tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors)
+
+
+def is_expandable(tensor: torch.Tensor) -> bool:
+    """Whether CUDA memory comes from the driver's virtual-memory calls (torch's expandable segments).
+
+    Such memory registers with NIXL without a complaint and is then read at a fraction of the speed, and CUDA IPC cannot
+    map it. Always False for CPU tensors and for tensors without elements.
+    """
+    if tensor.device.type != "cuda" or tensor.untyped_storage().nbytes() == 0:
+        return False
+    return not cudadriver.exportable(tensor.untyped_storage().data_ptr(), tensor.device.index or 0)

@@ -1,0 +1,451 @@
+"""A source rank at run time: publish modes, pack programs, and the answers to its readers.
+
+`live` lets readers read the parameters themselves, `snapshot` an arena with a copy of this rank's shards in the wire
+dtype, `bucket` a few fixed buckets that are filled round after round. Memory is allocated, registered and exported when
+the manifest is made, never during a sync; a parameter that moved afterwards is refused, never read stale.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from . import versions, wire
+from .errors import SourceError, TransportError
+from .linking import PACK_REGION, request_digest
+from .memory import Arena, fingerprint, is_expandable, share, storages
+from .sources.base import IterableWeightSource, Shard, WeightSource
+from .staging import Piece, split_pieces
+from .transport import LocalExchange, make_source_endpoint
+from .transport.base import Copies, Region, SourceEndpoint
+from .transport.copying import CopyProgram
+from .transport.nodes import node
+
+log = logging.getLogger(__name__)
+
+MODES = ("auto", "live", "snapshot", "bucket")
+DEFAULT_BUCKET_BYTES = 512 << 20
+
+
+@dataclass(slots=True)
+class _Served:
+    """One link that this rank serves: what must be packed before a round is published."""
+
+    request: wire.ReadRequest
+    arena: Arena | None
+    packs: dict[int, list[CopyProgram]] = field(default_factory=dict)
+
+
+class Publisher:
+    """Publishes the weights of one source rank.
+
+    Args:
+        source: what this rank holds.
+        group: name of the sync group.
+        rank: of this source rank.
+        world_size: source ranks of the group.
+        mode: "auto", "live", "snapshot" or "bucket".
+        kinds: link kinds offered to readers.
+        bucket_bytes: size of one bucket, in bytes.
+        lookahead: buckets filled ahead of the readers.
+        exchange: shared with the readers, where kind "local" is offered.
+
+    Raises:
+        SourceError: the mode cannot work with this source, and says which can.
+        VersionError: Ray or NIXL are missing or too old.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource | IterableWeightSource,
+        *,
+        group: str,
+        rank: int,
+        world_size: int,
+        mode: str = "auto",
+        kinds: Sequence[str] = ("mapped", "prepared", "ray"),
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        lookahead: int = 1,
+        exchange: LocalExchange | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise SourceError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
+        if bucket_bytes < 1 or lookahead < 0:
+            raise SourceError(f"bucket_bytes must be at least 1 and lookahead at least 0; found {bucket_bytes} and {lookahead}")
+        self.rank = rank
+        self._source = source
+        self._versions = versions.check_local(need_nixl=any(kind in ("prepared", "ray") for kind in kinds))
+        self._tensors = tuple(source.metadata())
+        self._index = {tensor.name: number for number, tensor in enumerate(self._tensors)}
+        shards = [shard for shard in source.shards() if shard.tensor.numel()] if isinstance(source, WeightSource) else []
+        self._check_shards(shards)
+        devices = {shard.tensor.device for shard in shards}
+        if len(devices) > 1:
+            raise SourceError(f"source rank {rank} holds shards on {sorted(map(str, devices))}; one device a rank is supported")
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self._endpoints: list[SourceEndpoint] = []
+        self._regions: dict[int, Region] = {}
+        self._metas: dict[int, wire.RegionMeta] = {}
+        self._served: dict[str, _Served] = {}
+        self._arena: Arena | None = None
+        self._pieces: list[list[Piece]] = []
+        self._write: Callable[[], None] | None = None
+        self.mode, self.mode_reason = self._choose_mode(mode, shards)
+        self.slots = lookahead + 1 if self.mode == "bucket" else 1
+        self._endpoints = [make_source_endpoint(kind, exchange=exchange) for kind in kinds]
+        shard_metas = getattr(self, f"_set_up_{self.mode}")(shards, bucket_bytes)
+        self._fingerprint = fingerprint(shard.tensor for shard in shards)
+        self.rounds = max(1, len(self._pieces))
+        agents = [endpoint.agent() for endpoint in self._endpoints]
+        name, agent = next((pair for pair in agents if pair[0]), ("", b""))
+        self.manifest = wire.SourceManifest(
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            versions=self._versions,
+            node=node(self.device),
+            mode=self.mode,
+            mode_reason=self.mode_reason,
+            tensors=self._tensors,
+            shards=tuple(shard_metas),
+            regions=tuple(self._metas.values()),
+            kinds=tuple(kinds),
+            rounds=self.rounds,
+            slots=self.slots,
+            agent=agent,
+            agent_name=name,
+            ignore=tuple(source.ignored()),
+        )
+
+    # ------------------------------------------------------------------ set-up
+
+    def _check_shards(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            if shard.name not in self._index:
+                raise SourceError(f"source rank {self.rank} holds a shard of {shard.name!r}, which its metadata does not name")
+
+    def _wire_dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._tensors[self._index[name]].dtype)
+        return dtype
+
+    def _choose_mode(self, mode: str, shards: Sequence[Shard]) -> tuple[str, str]:
+        """Returns the mode and why: the first of live, snapshot, bucket that works, or a refusal of the one asked for."""
+        nbytes = sum(shard.tensor.numel() * self._wire_dtype(shard.name).itemsize for shard in shards)
+        obstacles = {
+            "live": self._why_not_live(shards),
+            "snapshot": self._why_not_snapshot(nbytes),
+            "bucket": None,
+        }
+        if mode != "auto":
+            if (obstacle := obstacles[mode]) is not None:
+                raise SourceError(f"source rank {self.rank} cannot publish in mode {mode!r}: {obstacle}")
+            return mode, "asked for"
+        for name in ("live", "snapshot", "bucket"):
+            if obstacles[name] is None:
+                refused = "; ".join(f"not {other}: {why}" for other, why in obstacles.items() if why and other != name)
+                return name, refused or "parameters have the wire dtype and can be read where they are"
+        raise AssertionError("bucket has no obstacle")
+
+    def _why_not_live(self, shards: Sequence[Shard]) -> str | None:
+        if not isinstance(self._source, WeightSource):
+            return "the source can only be iterated as full tensors"
+        for shard in shards:
+            wanted = self._wire_dtype(shard.name)
+            if shard.tensor.dtype != wanted:
+                return f"{shard.name!r} is stored as {shard.tensor.dtype} and travels as {wanted}"
+            if shard.tensor.device.type == "cuda" and is_expandable(shard.tensor):
+                return (
+                    f"{shard.name!r} lies in an expandable segment, which moves at a thousandth of the speed; "
+                    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+                )
+            if shard.tensor.is_conj() or shard.tensor.is_neg():
+                return f"{shard.name!r} is a lazily conjugated or negated view"
+        return None
+
+    def _why_not_snapshot(self, nbytes: int) -> str | None:
+        if not isinstance(self._source, WeightSource):
+            return "the source can only be iterated as full tensors"
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            free = psutil.virtual_memory().available
+        if nbytes > free:
+            return f"an arena of {nbytes} bytes does not fit into the {free} bytes that are free on {self.device}"
+        return None
+
+    def _export(self, tensor: torch.Tensor, keep: Any = None) -> int:
+        """Makes memory readable by every offered kind; returns its region id."""
+        region = Region(len(self._regions), tensor, keep)
+        self._metas[region.id] = self._export_region(region)
+        self._regions[region.id] = region
+        return region.id
+
+    def _export_region(self, region: Region) -> wire.RegionMeta:
+        meta: wire.RegionMeta | None = None
+        for endpoint in self._endpoints:
+            try:
+                exported = endpoint.export(region)
+            except TransportError as error:
+                if endpoint.kind != "mapped" or len(self._endpoints) == 1:
+                    raise
+                # readers of the same node see that this region cannot be mapped, and their links say which kind they got
+                log.warning("source rank %d: memory cannot be mapped by its node: %s", self.rank, error)
+                continue
+            if meta is None:
+                meta = exported
+            elif exported.mapped:
+                meta = wire.RegionMeta(
+                    id=meta.id, nbytes=meta.nbytes, address=meta.address, device=meta.device,
+                    device_index=meta.device_index, mapped=exported.mapped,
+                )  # fmt: skip
+        if meta is None:
+            raise TransportError("no link kind is offered")
+        return meta
+
+    def _set_up_live(self, shards: Sequence[Shard], bucket_bytes: int) -> list[wire.ShardMeta]:
+        if self.device.type == "cpu" and any(endpoint.kind == "mapped" for endpoint in self._endpoints):
+            for shard in shards:
+                share(shard.tensor.untyped_storage())
+        regions = {address: self._export(tensor) for address, tensor in storages(s.tensor for s in shards).items()}
+        metas = []
+        for shard in shards:
+            tensor = shard.tensor
+            metas.append(
+                wire.ShardMeta(
+                    tensor=self._index[shard.name],
+                    offset=shard.offset,
+                    shape=tuple(tensor.shape),
+                    region=regions[tensor.untyped_storage().data_ptr()],
+                    byte_offset=tensor.storage_offset() * tensor.element_size(),
+                    strides=tuple(tensor.stride()),
+                )
+            )
+        return metas
+
+    def _set_up_snapshot(self, shards: Sequence[Shard], bucket_bytes: int) -> list[wire.ShardMeta]:
+        sizes = [shard.tensor.numel() * self._wire_dtype(shard.name).itemsize for shard in shards]
+        # room for the alignment of every span
+        self._arena = Arena(max(1, sum(sizes) + 256 * len(sizes)), self.device)
+        region = self._export(self._arena.tensor, self._arena)
+        metas, copies = [], []
+        for shard, size in zip(shards, sizes, strict=True):
+            offset, span = self._arena.span(size)
+            copy = span.view(self._wire_dtype(shard.name)).view(shard.tensor.shape)
+            copies.append(copy)
+            metas.append(
+                wire.ShardMeta(
+                    tensor=self._index[shard.name], offset=shard.offset, shape=tuple(copy.shape), region=region,
+                    byte_offset=offset, strides=tuple(copy.stride()),
+                )
+            )  # fmt: skip
+        parameters = [shard.tensor for shard in shards]
+
+        def write() -> None:
+            if copies:
+                torch._foreach_copy_(copies, parameters)
+
+        self._write = write
+        return metas
+
+    def _set_up_bucket(self, shards: Sequence[Shard], bucket_bytes: int) -> list[wire.ShardMeta]:
+        boxes: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+        if isinstance(self._source, WeightSource):
+            order = {tensor.name: number for number, tensor in enumerate(self._tensors)}
+            ordered = sorted(range(len(shards)), key=lambda i: (order[shards[i].name], shards[i].offset))
+            boxes = [(shards[i].name, shards[i].offset, tuple(shards[i].tensor.shape)) for i in ordered]
+        elif self.rank == 0:
+            boxes = [(tensor.name, (0,) * len(tensor.shape), tensor.shape) for tensor in self._tensors]
+        else:
+            boxes = []
+        self._pieces = split_pieces(boxes, {t.name: wire.DTYPE_BYTES[t.dtype] for t in self._tensors}, bucket_bytes)
+        size = max((piece.end for pieces in self._pieces for piece in pieces), default=1)
+        size = -(-size // 256) * 256
+        self._arena = Arena(size * self.slots, self.device)
+        region = self._export(self._arena.tensor, self._arena)
+        metas = []
+        for number, pieces in enumerate(self._pieces):
+            base = number % self.slots * size
+            for piece in pieces:
+                place = self._arena.tensor[base + piece.begin : base + piece.end]
+                piece.memory = place.view(self._wire_dtype(piece.name)).view(piece.shape)
+                metas.append(
+                    wire.ShardMeta(
+                        tensor=self._index[piece.name], offset=piece.offset, shape=piece.shape, region=region,
+                        byte_offset=base + piece.begin, strides=tuple(piece.memory.stride()), round=number,
+                    )
+                )  # fmt: skip
+        return metas
+
+    # ------------------------------------------------------------------ readers
+
+    def serve(self, requests: Sequence[wire.ReadRequest]) -> tuple[list[wire.LinkOffer], list[list[Any]]]:
+        """Makes what new readers need: pack arenas, pack programs, references. Outside of any transfer.
+
+        Returns:
+            For each request the offer and the Ray references that travel beside it.
+
+        Raises:
+            TransportError: a request reads outside this rank's regions, or there is no memory for its pack arena.
+        """
+        offers, refs = [], []
+        for request in requests:
+            old = self._served.pop(request.reader, None)
+            arena = Arena(request.pack_bytes, self.device) if request.pack_bytes else None
+            metas: tuple[wire.RegionMeta, ...] = ()
+            regions = dict(self._regions)
+            if arena is not None:
+                regions[PACK_REGION] = Region(PACK_REGION, arena.tensor, arena)
+                metas = (self._export_region(regions[PACK_REGION]),)
+            served = _Served(request, arena)
+            tensors = {key: region.tensor for key, region in self._regions.items()}
+            for transfer in request.transfers:
+                if transfer.pack_count:
+                    if arena is None:
+                        raise TransportError(f"{request.reader} wants pieces packed into an arena of 0 bytes")
+                    program = CopyProgram(pack_copies(transfer), tensors, [arena.tensor], f"packing for {request.reader}")
+                    served.packs.setdefault(transfer.round, []).append(program)
+            endpoint = next((e for e in self._endpoints if e.kind == request.kind), None)
+            if endpoint is None:
+                raise TransportError(
+                    f"{request.reader} asks source rank {self.rank} for a link of kind {request.kind!r}; "
+                    f"offered: {', '.join(e.kind for e in self._endpoints)}"
+                )
+            refs.append(list(endpoint.offer(request.transfers, regions)))
+            self._served[request.reader] = served
+            del old
+            offers.append(
+                wire.LinkOffer(
+                    reader=request.reader,
+                    incarnation=request.incarnation,
+                    source=self.rank,
+                    digest=request_digest(request.transfers, request.kind, request.pack_bytes),
+                    regions=metas,
+                    agent=endpoint.agent()[1],
+                    refs=len(refs[-1]),
+                )
+            )
+        return offers, refs
+
+    # ------------------------------------------------------------------ one sync
+
+    def check(self) -> None:
+        """Refuses to publish memory that moved since the manifest was made.
+
+        Raises:
+            SourceError: names a tensor that lies elsewhere now.
+        """
+        if not isinstance(self._source, WeightSource):
+            return
+        shards = [shard for shard in self._source.shards() if shard.tensor.numel()]
+        if fingerprint(shard.tensor for shard in shards) != self._fingerprint:
+            raise SourceError(
+                f"parameters of source rank {self.rank} moved, appeared or went since it joined (re-allocated, offloaded or "
+                "wrapped again); leave the group and join again, so that readers learn the new addresses"
+            )
+
+    def rounds_written(self) -> Iterator[int]:
+        """Writes round after round; each yield means that this round's bytes are readable, packed spans included.
+
+        Before the next item is asked for, the caller makes sure that the bucket of that round is free again.
+        """
+        settle(self.device)
+        if self.mode != "bucket":
+            if self._write is not None:
+                self._write()
+            self._pack(0)
+            yield 0
+            return
+        if not self._pieces:
+            for _ in self._full_tensors():
+                pass
+            yield 0
+            return
+        stream = self._full_tensors()
+        current: tuple[str, torch.Tensor] | None = None
+        shards = {}
+        if isinstance(self._source, WeightSource):
+            shards = {(shard.name, shard.offset): shard.tensor for shard in self._source.shards()}
+        for number, pieces in enumerate(self._pieces):
+            targets, values = [], []
+            for piece in pieces:
+                if shards:
+                    whole = shards[(piece.name, piece.base)]
+                else:
+                    while current is None or current[0] != piece.name:
+                        # an iterable may reuse its memory for the next tensor: copy before moving on
+                        _copy(targets, values)
+                        targets, values = [], []
+                        current = next(stream, None)
+                        if current is None:
+                            raise SourceError(f"the source ended before {piece.name!r}, which its metadata names")
+                    whole = current[1]
+                index = tuple(slice(o - b, o - b + n) for o, b, n in zip(piece.offset, piece.base, piece.shape, strict=True))
+                targets.append(piece.memory)
+                values.append(whole[index] if index else whole)
+            _copy(targets, values)
+            self._pack(number)
+            yield number
+        for _ in stream:
+            pass
+
+    def _full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(self._source, WeightSource):
+            return
+        position = 0
+        for name, tensor in self._source:
+            if position >= len(self._tensors) or self._tensors[position].name != name:
+                expected = self._tensors[position].name if position < len(self._tensors) else "nothing more"
+                raise SourceError(f"the source yields {name!r} where its metadata says {expected!r}")
+            meta = self._tensors[position]
+            if tuple(tensor.shape) != meta.shape:
+                raise SourceError(f"the source yields {name!r} of shape {tuple(tensor.shape)}; its metadata says {meta.shape}")
+            position += 1
+            yield name, tensor.detach()
+        if position != len(self._tensors):
+            raise SourceError(f"the source ended after {position} of {len(self._tensors)} tensors")
+
+    def _pack(self, number: int) -> None:
+        for served in self._served.values():
+            for program in served.packs.get(number, ()):
+                program.run()
+        settle(self.device)
+
+    def close(self) -> None:
+        """Releases what links hold. Idempotent."""
+        self._served.clear()
+        for endpoint in self._endpoints:
+            endpoint.close()
+
+
+def pack_copies(transfer: wire.Transfer) -> Copies:
+    """Returns a transfer's packing as copies from regions into the pack arena (destination 0)."""
+    columns = np.frombuffer(transfer.pack_columns, dtype="<i8").reshape(6, transfer.pack_count)
+    region, offset, pitch, rows, row_bytes, pack_offset = columns
+    return Copies(
+        source_region=region,
+        source_offset=offset,
+        source_pitch=pitch,
+        destination=np.zeros(transfer.pack_count, dtype=np.int64),
+        destination_offset=pack_offset,
+        destination_pitch=row_bytes,
+        rows=rows,
+        row_bytes=row_bytes,
+    )
+
+
+def settle(device: torch.device) -> None:
+    """Waits until all work queued on the device is done, so that others read what was written."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)

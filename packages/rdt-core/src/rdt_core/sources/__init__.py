@@ -1,0 +1,18 @@
+"""What trainers publish: the source protocols, and the sources for modules and for full-tensor iterators."""
+
+from .base import IterableWeightSource, Shard, WeightSource
+from .iterable import IterableSource
+from .module import ModuleSource
+from .names import FusedExperts, NameRule, Part, Renamed
+
+__all__ = [
+    "FusedExperts",
+    "IterableSource",
+    "IterableWeightSource",
+    "ModuleSource",
+    "NameRule",
+    "Part",
+    "Renamed",
+    "Shard",
+    "WeightSource",
+]

@@ -1,0 +1,214 @@
+"""Link kind `ray`: Ray objects over Ray Direct Transport, through Ray's public API alone.
+
+For each transfer the owner makes one object of views of its memory, once; every pull brings what the memory holds then,
+straight into the reader's targets. The slowest kind for many pieces (Ray pays for each tensor in an object), and the one
+that asks least of Ray's insides. Refuses owner and reader in one process: Ray would hand out the owner's own tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import wire
+from ..errors import DeadlineError, TransportError
+from . import ranges
+from .base import Copies, PreparedTransfer, Region
+from .memory_local import region_meta
+from .prepared import Registry, ray_agent
+
+_COLUMNS = 5
+
+
+class RaySource:
+    """The owner's half of `ray`; see `SourceEndpoint`."""
+
+    kind = "ray"
+
+    def __init__(self) -> None:
+        self._registry = Registry()
+        self._kept: list[Any] = []
+
+    def export(self, region: Region) -> wire.RegionMeta:
+        """See `SourceEndpoint.export`."""
+        self._registry.add(region.tensor, f"region {region.id}")
+        return region_meta(region)
+
+    def agent(self) -> tuple[str, bytes]:
+        """Ray carries its agent's metadata inside the references."""
+        return "", b""
+
+    def offer(self, transfers: tuple[wire.Transfer, ...], regions: dict[int, Region]) -> list[Any]:
+        """Makes one object of each transfer: its rows, in order, each a contiguous view of the region.
+
+        The references must reach the reader inside a list, as an argument or result of actor calls.
+
+        Raises:
+            TransportError: a read leaves its region, or Ray refuses.
+        """
+        import ray
+
+        refs = []
+        for number, transfer in enumerate(transfers):
+            views = _views(transfer, regions, f"ray link, transfer {number}")
+            try:
+                ref = ray.put(views, _tensor_transport="nixl")
+            except Exception as error:
+                raise TransportError(
+                    f"ray link: {transfer.nbytes} bytes in {len(views)} tensors cannot be made an object: {error}"
+                ) from error
+            refs.append(ref)
+        self._kept.append(refs)
+        return refs
+
+    def close(self) -> None:
+        """Drops the objects; the registrations stay (see `PreparedSource.close`)."""
+        self._kept.clear()
+
+
+def _views(transfer: wire.Transfer, regions: dict[int, Region], where: str) -> list[torch.Tensor]:
+    columns = np.frombuffer(transfer.columns, dtype="<i8").astype(np.int64)
+    if len(columns) != _COLUMNS * transfer.count:
+        raise TransportError(f"{where}: {len(columns)} numbers for {transfer.count} reads, expected {_COLUMNS} each")
+    region, offset, pitch, rows, row_bytes = columns.reshape(_COLUMNS, transfer.count)
+    zero = np.zeros_like(rows)
+    # destinations stand in for the reader's: only the owner's side is checked here
+    reads = Copies(region, offset, pitch, zero, zero, row_bytes, rows, row_bytes)
+    ranges.check(
+        reads,
+        {key: value.tensor.numel() for key, value in regions.items()},
+        [int((rows * row_bytes).max(initial=0))],
+        where,
+    )
+    expanded = ranges.rows(reads)
+    tensors = {key: value.tensor for key, value in regions.items()}
+    return [
+        tensors[key][start : start + size]
+        for key, start, size in zip(expanded[0].tolist(), expanded[1].tolist(), expanded[4].tolist(), strict=True)
+    ]
+
+
+class RayReader:
+    """The reader's half of `ray`; see `ReaderEndpoint`."""
+
+    kind = "ray"
+
+    def __init__(self) -> None:
+        ray_agent()
+        self._registry = Registry()
+        self._regions: dict[int, wire.RegionMeta] = {}
+        self._refs: list[Any] = []
+        self._transfers: list[RayTransfer] = []
+        self._where = "link to an unknown source"
+
+    def register(self, tensor: torch.Tensor) -> None:
+        """See `ReaderEndpoint.register`."""
+        self._registry.add(tensor, "a destination")
+
+    def connect(self, source: wire.SourceManifest, offer: wire.LinkOffer, refs: list[Any]) -> None:
+        """See `ReaderEndpoint.connect`. `refs` has one reference for each transfer of the request."""
+        self._where = f"ray link from source rank {source.rank} (pid {source.node.pid} on {source.node.hostname})"
+        if len(refs) != offer.refs:
+            raise TransportError(f"{self._where}: {len(refs)} object references came with an offer of {offer.refs}")
+        self._regions = {meta.id: meta for meta in (*source.regions, *offer.regions)}
+        self._refs = list(refs)
+
+    def prepare(self, index: int, copies: Copies, destinations: list[torch.Tensor]) -> PreparedTransfer:
+        """See `ReaderEndpoint.prepare`. `copies` are the reads of transfer `index`, in its order: one target a row."""
+        ranges.check(
+            copies,
+            {region: meta.nbytes for region, meta in self._regions.items()},
+            [tensor.numel() for tensor in destinations],
+            self._where,
+        )
+        if not 0 <= index < len(self._refs):
+            raise TransportError(f"{self._where}: transfer {index} has no object; the offer has {len(self._refs)}")
+        _, _, destination, target, nbytes = ranges.rows(copies)
+        used = set(destination.tolist())
+        for i in sorted(used):
+            if not self._registry.covers(destinations[i]):
+                raise TransportError(
+                    f"{self._where}: a destination of {destinations[i].numel()} bytes on {destinations[i].device} was not "
+                    "registered"
+                )
+        if len({destinations[i].device.type for i in used}) > 1:
+            raise TransportError(f"{self._where}: an object cannot land on CPU and CUDA at once; use kind 'prepared'")
+        targets = [
+            destinations[i][start : start + size]
+            for i, start, size in zip(destination.tolist(), target.tolist(), nbytes.tolist(), strict=True)
+        ]
+        transfer = RayTransfer(self._refs[index], targets, copies.nbytes, self._where)
+        self._transfers.append(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """See `ReaderEndpoint.close`."""
+        while self._transfers:
+            self._transfers.pop().release()
+        self._refs = []
+
+
+class RayTransfer:
+    """One move by a Ray object; see `PreparedTransfer`.
+
+    Ray starts a pull only inside `ray.get`, so the bytes move inside `wait`; moves over several links do not overlap.
+    """
+
+    def __init__(self, ref: Any, targets: list[torch.Tensor], nbytes: int, where: str) -> None:
+        self.nbytes = nbytes
+        self._ref = ref
+        self._targets = targets  # Ray holds targets weakly: these references keep them
+        self._where = where
+        self._posted = False
+
+    def post(self) -> None:
+        """See `PreparedTransfer.post`."""
+        if self._ref is None:
+            raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes was posted after its release")
+        if self._posted:
+            raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes was posted twice without a wait")
+        for device in {tensor.device for tensor in self._targets if tensor.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        self._posted = True
+
+    def wait(self, deadline: float) -> None:
+        """See `PreparedTransfer.wait`."""
+        if not self._posted:
+            raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes is waited for, but was not posted")
+        self._posted = False
+        if not self._targets:
+            return
+        import ray
+        from ray.experimental import set_target_for_ref
+
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineError(f"{self._where}: the deadline passed before the pull of {self.nbytes} bytes began")
+        started = time.monotonic()
+        try:
+            set_target_for_ref(self._ref, self._targets)
+            received = ray.get(self._ref, timeout=remaining)
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(
+                f"{self._where}: {self.nbytes} bytes had not landed after {time.monotonic() - started:.1f} s"
+            ) from error
+        except Exception as error:
+            raise TransportError(
+                f"{self._where}: pulling {self.nbytes} bytes in {len(self._targets)} tensors failed: {error}; the source "
+                "process may have ended, or its memory is no longer what it declared"
+            ) from error
+        if len(received) != len(self._targets) or any(
+            tensor.data_ptr() != target.data_ptr() for tensor, target in zip(received, self._targets, strict=True)
+        ):
+            raise TransportError(
+                f"{self._where}: Ray put {self.nbytes} bytes elsewhere than into the {len(self._targets)} targets; owner and "
+                "reader in one process need kind 'local'"
+            )
+
+    def release(self) -> None:
+        """See `PreparedTransfer.release`."""
+        self._ref = None
+        self._targets = []

@@ -1,0 +1,357 @@
+"""The messages of the control plane: frozen `msgspec` structs, sent as msgpack, printable as JSON.
+
+Sizes are bytes, offsets inside regions are bytes, strides are elements of the shard's own dtype. Unknown fields are
+ignored, so that a newer minor version can talk to an older one; another major version is refused by `versions`.
+No weights travel in these messages. `decode` refuses what does not fit the struct and what is impossible inside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from .errors import WireError
+
+WIRE_MAJOR = 1
+WIRE_MINOR = 0
+MAX_MESSAGE_BYTES = 1 << 30
+
+#: bytes an element, by the dtype names that travel (torch's names without the `torch.` prefix)
+DTYPE_BYTES: dict[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all messages: immutable, keyword-only."""
+
+
+class TensorMeta(Struct):
+    """A checkpoint tensor: Hugging Face name, full shape, dtype on the wire."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class NodeMeta(Struct):
+    """Where a process runs: what decides which link kinds can work between two members."""
+
+    node_id: str  # Ray's node id
+    boot_id: str  # kernel boot id plus the pid namespace: equal where /proc and shared memory are common
+    hostname: str
+    pid: int
+    device: str = "cpu"  # "cpu" or "cuda"
+    device_uuid: str = ""  # UUID of the GPU, empty on CPU
+
+
+class VersionMeta(Struct):
+    """What a member runs, compared at join."""
+
+    rdt: str
+    wire_major: int
+    wire_minor: int
+    ray: str
+    nixl: str  # empty where the module is missing
+    torch: str
+    python: str
+
+
+class RegionMeta(Struct):
+    """A stretch of a source rank's memory that readers read from: a parameter storage, an arena or a pack arena."""
+
+    id: int
+    nbytes: int
+    address: int  # virtual address in the owner; NIXL reads from it
+    device: str  # "cpu" or "cuda"
+    device_index: int = 0  # the owner's own device index, as NIXL wants it
+    mapped: bytes = b""  # how a process of the same node maps the region; empty where it cannot
+
+
+class ShardMeta(Struct, array_like=True):
+    """The box of a checkpoint tensor that a source rank publishes, and where it lies in one of its regions."""
+
+    tensor: int  # index into SourceManifest.tensors
+    offset: tuple[int, ...]  # box, in elements of the checkpoint tensor
+    shape: tuple[int, ...]
+    region: int  # RegionMeta.id
+    byte_offset: int  # of the box's first element, inside the region
+    strides: tuple[int, ...]  # elements, one per axis of the box
+    round: int = 0  # the round of a sync in which these bytes are readable (0 unless the mode is `bucket`)
+
+
+class SourceManifest(Struct):
+    """What a source rank declares at join: what it publishes and where a reader finds it."""
+
+    group: str
+    rank: int
+    world_size: int
+    versions: VersionMeta
+    node: NodeMeta
+    mode: str  # "live", "snapshot" or "bucket"
+    mode_reason: str
+    tensors: tuple[TensorMeta, ...]  # the whole model, the same on every rank
+    shards: tuple[ShardMeta, ...]
+    regions: tuple[RegionMeta, ...]
+    kinds: tuple[str, ...]  # link kinds that this rank can serve
+    rounds: int = 1
+    slots: int = 1  # buckets that exist at once: round r lies in slot r % slots
+    agent: bytes = b""  # NIXL agent metadata, empty where NIXL is not used
+    agent_name: str = ""
+    ignore: tuple[str, ...] = ()  # names that engines need not take (a rule of the source, e.g. a tied copy)
+
+
+class Transfer(Struct):
+    """One posted move of a link: the bytes of one chunk, `spans` of the owner's memory in the reader's order.
+
+    `columns` holds int64 little-endian columns region, offset, pitch, rows, row_bytes, one after the other:
+    the 2-D reads. Read in this order, their rows make up the bytes that land.
+    """
+
+    chunk: int
+    round: int
+    count: int  # number of 2-D reads
+    columns: bytes
+    pack_count: int = 0  # number of 2-D copies the owner makes into its pack arena before the round is published
+    pack_columns: bytes = b""  # region, offset, pitch, rows, row_bytes, pack_offset
+    nbytes: int = 0
+
+
+class ReadRequest(Struct):
+    """What one engine rank will read from one source rank, by which kind of link, for as long as it stays connected."""
+
+    reader: str  # EngineManifest.reader
+    incarnation: str  # of the reader; a reconnect has another
+    source: int
+    kind: str
+    digest: str  # of the whole plan of this reader
+    pack_bytes: int  # size of the pack arena that the owner makes for this link
+    transfers: tuple[Transfer, ...]
+
+
+class LinkOffer(Struct):
+    """A source rank's answer to a ReadRequest: the regions made for it (the pack arena) and its agent's metadata."""
+
+    reader: str
+    incarnation: str
+    source: int
+    digest: str  # the owner's own digest over what it was asked to serve; the reader compares
+    regions: tuple[RegionMeta, ...] = ()
+    agent: bytes = b""
+    refs: int = 0  # number of Ray object references that travel beside this message, one per transfer
+
+
+class EngineManifest(Struct):
+    """What an engine rank declares when it connects."""
+
+    group: str
+    replica: str
+    rank: int
+    world_size: int
+    incarnation: str
+    versions: VersionMeta
+    node: NodeMeta
+    engine: str  # "vllm 0.32.0"
+    digest: str  # of the plan
+    nbytes: int  # bytes that every sync moves to this rank
+    taken: tuple[str, ...]  # names that this rank takes at least a part of
+    taken_elements: tuple[int, ...]  # distinct elements of each of them
+    requests: tuple[ReadRequest, ...]
+
+    @property
+    def reader(self) -> str:
+        """The name of this engine rank inside the group: `replica/rank`."""
+        return f"{self.replica}/{self.rank}"
+
+
+class LinkReport(Struct):
+    """What one link did in one sync."""
+
+    source: int
+    reader: str
+    kind: str
+    bytes: int
+    seconds: float  # time in which this link had bytes in flight
+
+
+class ReaderReport(Struct):
+    """What one engine rank did in one sync."""
+
+    reader: str
+    incarnation: str
+    version: int
+    bytes: int
+    expected_bytes: int
+    digest: str
+    phases: dict[str, float]  # seconds by phase
+    links: tuple[LinkReport, ...]
+
+
+class SyncReport(Struct):
+    """What a sync did, the same on every source rank."""
+
+    group: str
+    version: int
+    seconds: float
+    phases: dict[str, float]
+    bytes: int
+    mode: str
+    mode_reason: str
+    readers: tuple[ReaderReport, ...]
+    replicas: tuple[str, ...]
+
+    @property
+    def links(self) -> tuple[LinkReport, ...]:
+        """Every link of every reader."""
+        return tuple(link for reader in self.readers for link in reader.links)
+
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(message: Any) -> bytes:
+    """Returns `message` as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Reads one message.
+
+    Args:
+        data: msgpack, at most `MAX_MESSAGE_BYTES`.
+        kind: the struct (or a list of one) that is expected.
+
+    Raises:
+        WireError: too large, not msgpack, a missing or mistyped field, or values that are impossible.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    decoder = _decoders.setdefault(kind, msgspec.msgpack.Decoder(kind))
+    try:
+        message = decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"a message that should be {kind} does not decode: {error}") from error
+    validate(message)
+    return message
+
+
+def to_json(message: Any) -> str:
+    """Returns `message` as JSON (bytes as base64)."""
+    return msgspec.json.encode(message).decode()
+
+
+def validate(message: Any) -> None:
+    """Refuses messages whose values contradict one another. Raises WireError naming the field."""
+    if isinstance(message, SourceManifest):
+        _validate_source(message)
+    elif isinstance(message, EngineManifest):
+        if not 0 <= message.rank < message.world_size:
+            raise WireError(f"engine rank {message.rank} is outside its world of {message.world_size}")
+        for request in message.requests:
+            validate(request)
+    elif isinstance(message, ReadRequest):
+        for transfer in message.transfers:
+            if len(transfer.columns) != 8 * 5 * transfer.count:
+                raise WireError(f"transfer of {message.reader}: {len(transfer.columns)} bytes for {transfer.count} reads")
+            if len(transfer.pack_columns) != 8 * 6 * transfer.pack_count:
+                raise WireError(f"transfer of {message.reader}: {len(transfer.pack_columns)} bytes for {transfer.pack_count} packs")
+
+
+def _validate_source(message: SourceManifest) -> None:
+    where = f"manifest of source rank {message.rank}"
+    if not 0 <= message.rank < message.world_size:
+        raise WireError(f"{where}: outside its world of {message.world_size}")
+    names = set()
+    for tensor in message.tensors:
+        if tensor.name in names:
+            raise WireError(f"{where}: checkpoint tensor {tensor.name!r} is declared twice")
+        names.add(tensor.name)
+        if tensor.dtype not in DTYPE_BYTES:
+            raise WireError(f"{where}: {tensor.name!r} has dtype {tensor.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+        if any(size < 0 for size in tensor.shape):
+            raise WireError(f"{where}: {tensor.name!r} has shape {tensor.shape}")
+    regions = {region.id: region for region in message.regions}
+    if len(regions) != len(message.regions):
+        raise WireError(f"{where}: two regions share one id")
+    for shard in message.shards:
+        if not 0 <= shard.tensor < len(message.tensors):
+            raise WireError(f"{where}: a shard names tensor {shard.tensor} of {len(message.tensors)}")
+        tensor = message.tensors[shard.tensor]
+        rank = len(tensor.shape)
+        if not len(shard.offset) == len(shard.shape) == len(shard.strides) == rank:
+            raise WireError(f"{where}: a shard of {tensor.name!r} has another number of axes than its shape {tensor.shape}")
+        for offset, size, full in zip(shard.offset, shard.shape, tensor.shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > full:
+                raise WireError(f"{where}: the box {shard.offset}+{shard.shape} leaves {tensor.name!r} of shape {tensor.shape}")
+        if any(stride < 0 for stride in shard.strides):
+            raise WireError(f"{where}: a shard of {tensor.name!r} has negative strides {shard.strides}")
+        region = regions.get(shard.region)
+        if region is None:
+            raise WireError(f"{where}: a shard of {tensor.name!r} lies in region {shard.region}, which is not declared")
+        if not 0 <= shard.round < message.rounds:
+            raise WireError(f"{where}: a shard of {tensor.name!r} belongs to round {shard.round} of {message.rounds}")
+        if 0 not in shard.shape:
+            item = DTYPE_BYTES[tensor.dtype]
+            last = shard.byte_offset + item * (
+                1 + sum((size - 1) * stride for size, stride in zip(shard.shape, shard.strides, strict=True))
+            )
+            if shard.byte_offset < 0 or last > region.nbytes:
+                raise WireError(
+                    f"{where}: a shard of {tensor.name!r} ends at byte {last} of region {shard.region}, which has {region.nbytes}"
+                )
+
+
+class ReaderStatus(Struct):
+    """An engine rank as the coordinator sees it."""
+
+    reader: str
+    incarnation: str
+    hostname: str
+    pid: int
+    engine: str
+    epoch: int  # of the sources it planned against
+    nbytes: int
+    requested: int  # source ranks it reads from
+    offered: int  # how many of them have answered
+
+
+class ReplicaStatus(Struct):
+    """A replica as the coordinator sees it."""
+
+    name: str
+    world_size: int
+    state: str  # "connecting", "connected", "updating", "serving" or "torn"
+    version: int | None  # that it serves, as far as syncs of this group decided it
+    torn: str  # why, empty unless torn
+    readers: tuple[ReaderStatus, ...]
+
+
+class SourceStatus(Struct):
+    """A source rank as the coordinator sees it."""
+
+    rank: int
+    hostname: str
+    pid: int
+    mode: str
+    rounds: int
+
+
+class GroupStatus(Struct):
+    """A sync group as its coordinator sees it."""
+
+    group: str
+    world_size: int
+    epoch: int
+    version: int | None  # last committed
+    sync: int | None  # the running sync
+    sync_version: int | None
+    sources: tuple[SourceStatus, ...]
+    missing: tuple[int, ...]  # source ranks that have not joined
+    replicas: tuple[ReplicaStatus, ...]
+    last_failure: str  # of the latest sync that failed, empty if none did

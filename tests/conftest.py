@@ -1,0 +1,78 @@
+"""What every test run shares: hypothesis profiles, one Ray cluster per module, and nothing left behind.
+
+The run fails when a process that it started (raylet, GCS, engine core, worker) is still there at its end, whatever the
+tests said. Tests that need a GPU are skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from rdt_testbed import processes
+from rdt_testbed.cluster import Cluster, local_cluster, quiet_ray
+
+GRACE_S = 20.0
+
+quiet_ray()
+# No test may depend on a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+hypothesis.settings.register_profile("default", deadline=None, max_examples=200)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=20_000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """A fresh Ray cluster for this module, shut down after it whatever happens.
+
+    The number of logical GPUs is the fixture's parameter, 0 without one:
+    `@pytest.mark.parametrize("ray_cluster", [2], indirect=True)`.
+    """
+    with local_cluster(gpus=getattr(request, "param", 0)) as cluster:
+        yield cluster
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    processes.adopt_orphans()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in for_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if session.config.option.collectonly:
+        return
+    left = processes.survivors(GRACE_S)
+    if not left:
+        return
+    lines = [processes.describe(process) for process in left]
+    processes.end(left)
+    session.config.stash[_LEFT] = lines
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_LEFT = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    lines = config.stash.get(_LEFT, None)
+    if lines:
+        terminalreporter.section("processes left behind", red=True)
+        for line in lines:
+            terminalreporter.line(line, red=True)
+        terminalreporter.line(
+            f"The run failed: {len(lines)} processes of it were still there {GRACE_S:.0f} s after its end."
+        )

@@ -1,0 +1,71 @@
+"""A Ray cluster of this process alone, small enough for a test machine, gone when the block ends.
+
+Logical GPUs stand for engine ranks; no device is behind them. It never joins a cluster that somebody else left running.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from .processes import descendants
+
+NAMESPACE = "rdt-test"
+_END_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster that this process is connected to.
+
+    Attributes:
+        address: for `ray.init(address=…)` or `RAY_ADDRESS` of other processes.
+        namespace: the one that named actors of tests live in.
+        gpus: logical GPUs that it declares.
+    """
+
+    address: str
+    namespace: str
+    gpus: int
+
+
+def quiet_ray() -> None:
+    """Sets what Ray reads from the environment when it is imported, here and in every process below.
+
+    Under `uv run` Ray would otherwise upload the working directory and make a new environment for each worker.
+    """
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@contextmanager
+def local_cluster(gpus: int = 0, cpus: int = 4) -> Iterator[Cluster]:
+    """Runs a cluster for the length of a `with` block and waits until its processes are gone.
+
+    Args:
+        gpus: logical GPUs.
+        cpus: logical CPUs; Ray starts as many workers ahead.
+    """
+    quiet_ray()
+    import ray
+
+    before = {process.pid for process in descendants()}
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=cpus,
+            num_gpus=gpus,
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=256 << 20,
+            log_to_driver=False,
+        )
+        yield Cluster(address=context.address_info["gcs_address"], namespace=NAMESPACE, gpus=gpus)
+    finally:
+        ray.shutdown()
+        # the next cluster must not compete with this one's dying workers
+        psutil.wait_procs([process for process in descendants() if process.pid not in before], timeout=_END_S)
