@@ -38,7 +38,7 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    processes.adopt_orphans()
+    processes.mark()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""The cluster fixture: logical GPUs, the namespace, actors of test modules, and a worker in the driver's environment."""
+"""The cluster fixture: logical GPUs, the namespace, actors of test modules, workers in the driver's environment."""
 
 from __future__ import annotations
 

@@ -178,7 +178,13 @@ def to_rows(shape: Array, source: Array, destination: Array, item: Array) -> Row
         source_shift += position * found.source[parent, level]
         destination_shift += position * found.destination[parent, level]
     return Rows(
-        parent, source_shift, destination_shift, rows[parent], found.width[parent], source_pitch[parent], destination_pitch[parent]
+        parent,
+        source_shift,
+        destination_shift,
+        rows[parent],
+        found.width[parent],
+        source_pitch[parent],
+        destination_pitch[parent],
     )
 
 
@@ -219,10 +225,16 @@ def _joinable(columns: Columns) -> Array:
 
 
 def _flatten(columns: Columns) -> Columns:
-    solid = (columns.rows > 1) & (columns.source_pitch == columns.row_bytes) & (columns.destination_pitch == columns.row_bytes)
+    solid = (
+        (columns.rows > 1)
+        & (columns.source_pitch == columns.row_bytes)
+        & (columns.destination_pitch == columns.row_bytes)
+    )
     width = np.where(solid, columns.rows * columns.row_bytes, columns.row_bytes)
     rows = np.where(solid, 1, columns.rows)
-    pitches = {name: np.where(rows == 1, width, getattr(columns, name)) for name in ("source_pitch", "destination_pitch")}
+    pitches = {
+        name: np.where(rows == 1, width, getattr(columns, name)) for name in ("source_pitch", "destination_pitch")
+    }
     kept = {name: getattr(columns, name) for name in COLUMNS}
     return Columns(**(kept | pitches | {"rows": rows, "row_bytes": width}))
 
@@ -253,7 +265,10 @@ def _join_below(columns: Columns) -> Columns:
         return columns
     one, two = columns.take(slice(None, -1)), columns.take(slice(1, None))
     # a single row has no pitch of its own: the distance to the next one gives it
-    step_source, step_destination = two.source_offset - one.source_offset, two.destination_offset - one.destination_offset
+    step_source, step_destination = (
+        two.source_offset - one.source_offset,
+        two.destination_offset - one.destination_offset,
+    )
     block = one.rows > 1
     pair = _joinable(columns) & (one.row_bytes == two.row_bytes) & (block == (two.rows > 1))
     pair &= np.where(
@@ -374,7 +389,12 @@ def _overlap_of_rectangles(
     for members in np.split(np.arange(len(index)), np.flatnonzero(np.diff(labels)) + 1) if len(index) else []:
         for position, one in enumerate(members[:-1]):
             rest = members[position + 1 :]
-            meets = (left[rest] < right[one]) & (left[one] < right[rest]) & (top[rest] < bottom[one]) & (top[one] < bottom[rest])
+            meets = (
+                (left[rest] < right[one])
+                & (left[one] < right[rest])
+                & (top[rest] < bottom[one])
+                & (top[one] < bottom[rest])
+            )
             if meets.any():
                 return int(index[one]), int(index[rest[meets.argmax()]])
     return None

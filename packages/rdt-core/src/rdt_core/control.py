@@ -1,8 +1,8 @@
 """The synchronous client of a group's coordinator, for publishers, receivers and drivers, and the way to find it.
 
-`RayControl` speaks to the named Ray actor, `LocalControl` to a coordinator in a thread of this process. Both raise rdt's
-own error classes with the coordinator's own messages. No call waits for ever, and none falls back to another group,
-namespace or cluster.
+`RayControl` speaks to the named Ray actor, `LocalControl` to a coordinator in a thread of this process. Both raise
+rdt's own error classes with the coordinator's own messages. No call waits for ever, and none falls back to another
+group, namespace or cluster.
 """
 
 from __future__ import annotations
@@ -138,6 +138,10 @@ class Control(ABC):
         """See `Coordinator.outcome`."""
         return wire.decode(self._long("outcome", sync, rank, timeout_s=timeout_s), wire.SyncReport)
 
+    def settled(self, timeout_s: float) -> None:
+        """See `Coordinator.settled`."""
+        self._long("settled", timeout_s=timeout_s)
+
     def current(self) -> tuple[int | None, int | None]:
         """See `Coordinator.current`."""
         version, sync = self._quick("current")
@@ -219,8 +223,8 @@ class RayControl(Control):
             raise SyncError(f"the coordinator of group {self.group!r} broke in {method}: {error.cause!r}") from error
         except ray.exceptions.RayActorError as error:
             raise SyncError(
-                f"the coordinator of group {self.group!r} died (called for {method}): it lives in the cluster as long as the "
-                f"source rank that opened it, so that one has ended; restart the group. Ray says: {error}"
+                f"the coordinator of group {self.group!r} died (called for {method}): it lives as long as the source "
+                f"rank that opened it, which must have ended; restart the group. Ray says: {error}"
             ) from error
 
     def close(self) -> None:
@@ -301,8 +305,9 @@ def open_coordinator(
         if actor["name"].startswith("rdt.")
     )
     raise DeadlineError(
-        f"waited {timeout_s:g} s for the coordinator of group {group!r}, actor {name!r} in namespace {namespace!r} of the "
-        f"cluster at {ray.get_runtime_context().gcs_address}: {trouble}. rdt actors there: {'; '.join(others) or 'none'}. "
+        f"waited {timeout_s:g} s for the coordinator of group {group!r}, actor {name!r} in namespace {namespace!r} "
+        f"of the cluster at {ray.get_runtime_context().gcs_address}: {trouble}. rdt actors there: "
+        f"{'; '.join(others) or 'none'}. "
         f"Start the trainer first, and pass the same group, namespace and cluster address on both sides"
     )
 
@@ -324,8 +329,8 @@ def ensure_ray(address: str | None = None, namespace: str = DEFAULT_NAMESPACE) -
     address = address or os.environ.get("RAY_ADDRESS")
     if not address:
         raise MembershipError(
-            "this process is not connected to Ray and knows no cluster: pass address= or set RAY_ADDRESS to the cluster's "
-            "address (ray.get_runtime_context().gcs_address in a process that is connected)"
+            "this process is not connected to Ray and knows no cluster: pass address= or set RAY_ADDRESS to the "
+            "cluster's address (ray.get_runtime_context().gcs_address in a process that is connected)"
         )
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False)

@@ -11,13 +11,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from .columns import COLUMNS, Columns, find_overlap, merge, run_bytes, sort, to_rows
 from .errors import CoverageError
-from .geometry import Box, Chain, View, format_chain, resolve, row_major, subtract
+from .geometry import Box, Chain, View, chain_shape, format_chain, resolve, row_major, subtract
 from .layout import groups
 from .routing import Route, Routing
 from .wire import DTYPE_BYTES, TensorMeta
@@ -123,7 +124,9 @@ class Plan:
             "destinations": sum(1 for key in self.destinations if not key.startswith("staged:")),
             "staged": len(self.staged),
             "staged_bytes": sum(
-                size for key, size in zip(self.destinations, self.destination_nbytes, strict=True) if key.startswith("staged:")
+                size
+                for key, size in zip(self.destinations, self.destination_nbytes, strict=True)
+                if key.startswith("staged:")
             ),
             "groups": len(self.groups),
             "sources": {str(source): nbytes for source, nbytes in sorted(self.bytes_by_source.items())},
@@ -205,7 +208,10 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
     slices = tuple(dict.fromkeys(trace.slices))
     draft = _look_at(slices, destinations, routing, route)
     pieces = _intersect(draft.jobs, routing, route)
-    pieces = _stage_scattered(slices, draft, pieces, routing, route)
+    scattered = _scattered(draft, pieces)
+    if scattered:
+        draft = _look_at(slices, destinations, routing, route, scattered)
+        pieces = _intersect(draft.jobs, routing, route)
     _check_covered(draft, pieces, routing, route)
 
     names = groups([meta.name for meta in routing.tensors])
@@ -238,12 +244,17 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
         _staged(slices[number], view, draft, draft.jobs[job], group_of, int(last_round[job]))
         for number, job, view in draft.replays
     )
-    return _finish(merge(sort(columns)), draft, staged, names, routing)
+    return _finish(merge(sort(columns)), draft, staged, names, slices)
 
 
 def _look_at(
-    slices: Sequence[Slice], destinations: Mapping[str, SizedDestination], routing: Routing, route: Route
+    slices: Sequence[Slice],
+    destinations: Mapping[str, SizedDestination],
+    routing: Routing,
+    route: Route,
+    stage: frozenset[int] = frozenset(),
 ) -> _Draft:
+    """Resolves every slice to a job; `stage` holds the numbers of slices that are to be staged in any case."""
     used = {part.destination for part in slices}
     keys = [key for key in destinations if key in used]
     draft = _Draft(
@@ -258,7 +269,7 @@ def _look_at(
         if tensor is None:
             raise CoverageError(
                 f"{route.reader} wants {part.name!r} for {part.destination!r}, but no source rank declares that tensor; "
-                f"known are {len(draft.indices)} names, such as {_sample(draft.indices)}"
+                f"closest of {len(draft.indices)} names: {', '.join(get_close_matches(part.name, draft.indices, 3, 0)) or 'none'}"
             )
         if part.destination not in draft.keys:
             raise CoverageError(f"{route.reader}: {part.name!r} lands in {part.destination!r}, which is no destination")
@@ -279,14 +290,269 @@ def _look_at(
             )
         if 0 in part.shape:
             continue
-        if view.direct and part.dtype == meta.dtype:
+        if view.direct and part.dtype == meta.dtype and number not in stage:
             item = DTYPE_BYTES[meta.dtype]
             axes = [axis for axis in view.dims() if axis is not None]
             strides = [0] * len(meta.shape)
-            for axis, stride in zip(axes, [s for s, n in zip(part.strides, part.shape, strict=True) if n != 1], strict=True):
+            for axis, stride in zip(
+                axes, [s for s, n in zip(part.strides, part.shape, strict=True) if n != 1], strict=True
+            ):
                 strides[axis] = stride * item
             draft.jobs.append(_Job(tensor, view.box, draft.keys[part.destination], part.offset * item, tuple(strides)))
             draft.job_slices.append(number)
         else:
             draft.stage(number, tensor, view)
     return draft
+
+
+def _final_shape(view: View) -> tuple[int, ...]:
+    return chain_shape(view.shape, view.rest)
+
+
+def _wide(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> Array:
+    return np.array([(*row, *(fill,) * (width - len(row))) for row in rows], np.int64).reshape(len(rows), width)
+
+
+def _intersect(jobs: Sequence[_Job], routing: Routing, route: Route) -> _Pieces:
+    """Every job's box with every shard of its tensor that shares elements with it."""
+    width = route.offset.shape[1]
+    tensor = np.array([job.tensor for job in jobs], np.int64)
+    low = _padded([job.box.offset for job in jobs], width, 0)
+    high = low + _padded([job.box.shape for job in jobs], width, 1)
+    base = np.array([job.offset for job in jobs], np.int64)
+    pitch = _padded([job.strides for job in jobs], width, 0)
+    item = np.array([DTYPE_BYTES[meta.dtype] for meta in routing.tensors], np.int64)[tensor]
+    first, last = _candidates(route, tensor, low, high)
+    counts = np.maximum(last - first, 0)
+    ends = np.cumsum(counts)
+    parts: list[_Pieces] = []
+    start = 0
+    while start < len(jobs):
+        done = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, done + PAIRS_AT_ONCE, side="right")))
+        number = counts[start:stop]
+        job = np.repeat(np.arange(start, stop), number)
+        box = np.arange(len(job)) - np.repeat(np.cumsum(number) - number, number) + first[job]
+        begin = np.maximum(low[job], route.offset[box])
+        shape = np.minimum(high[job], route.offset[box] + route.shape[box]) - begin
+        meet = (shape > 0).all(axis=1)
+        job, box, begin, shape = job[meet], box[meet], begin[meet], shape[meet]
+        strides = route.stride[box] * item[job][:, None]
+        parts.append(
+            _Pieces(
+                job=job,
+                box=box,
+                shape=shape,
+                source_offset=route.byte_offset[box] + ((begin - route.offset[box]) * strides).sum(axis=1),
+                source_strides=strides,
+                destination_offset=base[job] + ((begin - low[job]) * pitch[job]).sum(axis=1),
+                destination_strides=pitch[job],
+                item=item[job],
+            )
+        )
+        start = stop
+    if len(parts) == 1:
+        return parts[0]
+    none = np.zeros(0, np.int64)
+    flat = np.zeros((0, width), np.int64)
+    parts = parts or [_Pieces(none, none, flat, none, flat, none, flat, none)]
+    return _Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in _Pieces.__slots__))
+
+
+def _candidates(route: Route, tensor: Array, low: Array, high: Array) -> tuple[Array, Array]:
+    """The stretch of the route's boxes that can meet each job: exact where a tensor is split along one axis only."""
+    axis = route.axis[route.tensor]
+    every = np.arange(len(route.tensor))
+    starts = route.offset[every, axis]
+    stops = starts + route.shape[every, axis]
+    # tensors on one line, each on a stretch of its own that no offset or end leaves
+    stretch = int(stops.max()) + 1 if len(stops) else 1
+    line = route.tensor * stretch
+    reach = np.maximum.accumulate(line + stops)
+    along = route.axis[tensor]
+    mine = np.arange(len(tensor))
+    first = np.searchsorted(reach, tensor * stretch + low[mine, along], side="right")
+    last = np.searchsorted(line + starts, tensor * stretch + high[mine, along], side="left")
+    return first, last
+
+
+def _scattered(draft: _Draft, pieces: _Pieces) -> frozenset[int]:
+    """Slices that would travel element by element although their owner has longer runs of them."""
+    several = pieces.shape > 1
+    runs_at_source = (several & (pieces.source_strides == pieces.item[:, None])).any(axis=1)
+    width = run_bytes(pieces.shape, pieces.source_strides, pieces.destination_strides, pieces.item)
+    jobs = np.unique(pieces.job[runs_at_source & (width == pieces.item)])
+    staging = set(draft.staging.values())
+    return frozenset(draft.job_slices[job] for job in jobs.tolist() if job not in staging)
+
+
+def _check_covered(draft: _Draft, pieces: _Pieces, routing: Routing, route: Route) -> None:
+    """Each job's box must be met by shards exactly once."""
+    found = np.zeros(len(draft.jobs), np.int64)
+    np.add.at(found, pieces.job, pieces.shape.prod(axis=1))
+    expected = np.array([job.box.numel for job in draft.jobs], np.int64)
+    wrong = np.flatnonzero(found != expected)
+    if not len(wrong):
+        return
+    job = draft.jobs[int(wrong[0])]
+    meta = routing.tensors[job.tensor]
+    shards = [
+        Box(tuple(route.offset[i, : len(meta.shape)].tolist()), tuple(route.shape[i, : len(meta.shape)].tolist()))
+        for i in range(int(route.starts[job.tensor]), int(route.starts[job.tensor + 1]))
+    ]
+    missing = subtract(job.box, shards)
+    what = f"elements {missing[0]} have no owner" if missing else "elements have more than one owner"
+    raise CoverageError(
+        f"{route.reader} wants {job.box} of {meta.name!r}, shape {meta.shape}: {what}; expected {int(expected[wrong[0]])} elements, "
+        f"found {int(found[wrong[0]])} in {len(shards)} shards"
+    )
+
+
+def _check_destinations(columns: Columns, owner: Array, slices: Sequence[Slice], draft: _Draft, route: Route) -> None:
+    """Copies and replays must stay inside their destinations and write each byte at most once."""
+    numbers = np.array([number for number, _, _ in draft.replays], np.int64)
+    targets = [slices[number] for number in numbers.tolist()]
+    width = max([1, *(len(part.shape) for part in targets)])
+    item = np.array([DTYPE_BYTES[part.dtype] for part in targets], np.int64)
+    strides = _padded([part.strides for part in targets], width, 0) * item[:, None]
+    rows = to_rows(_padded([part.shape for part in targets], width, 1), strides, strides, item)
+    keys = np.array([draft.keys[part.destination] for part in targets], np.int64)
+    offsets = np.array([part.offset for part in targets], np.int64) * item
+    key = np.concatenate([columns.destination, keys[rows.parent]])
+    offset = np.concatenate([columns.destination_offset, offsets[rows.parent] + rows.destination_shift])
+    pitch = np.concatenate([columns.destination_pitch, rows.destination_pitch])
+    count = np.concatenate([columns.rows, rows.rows])
+    row_bytes = np.concatenate([columns.row_bytes, rows.row_bytes])
+    owner = np.concatenate([owner, numbers[rows.parent]])
+
+    end = offset + (count - 1) * pitch + row_bytes
+    outside = np.flatnonzero((offset < 0) | (end > np.array(draft.sizes, np.int64)[key]))
+    if len(outside):
+        part = slices[int(owner[outside[0]])]
+        raise CoverageError(
+            f"{route.reader}: {part.name!r}{format_chain(part.chain)} would be written to bytes {int(offset[outside[0]])} to "
+            f"{int(end[outside[0]])} of {part.destination!r}, which has {draft.sizes[int(key[outside[0]])]} bytes"
+        )
+    clash = find_overlap(key, offset, pitch, count, row_bytes)
+    if clash is not None:
+        one, other = (slices[int(owner[index])] for index in clash)
+        raise CoverageError(
+            f"{route.reader}: {one.name!r}{format_chain(one.chain)} and {other.name!r}{format_chain(other.chain)} write the same bytes "
+            f"of {one.destination!r}, from byte {max(int(offset[index]) for index in clash)} on; the loader must write each byte once, "
+            f"or the source must leave one of the two out"
+        )
+
+
+def _staged(part: Slice, view: View, draft: _Draft, job: _Job, group_of: Mapping[str, int], last_round: int) -> Staged:
+    return Staged(
+        name=part.name,
+        box=view.box,
+        destination=job.destination,
+        dtype=draft.routing.tensors[job.tensor].dtype,
+        axes=view.axes,
+        shape=view.shape,
+        rest=view.rest,
+        target=draft.keys[part.destination],
+        target_offset=part.offset,
+        target_shape=part.shape,
+        target_strides=part.strides,
+        target_dtype=part.dtype,
+        group=group_of[part.name],
+        round=last_round,
+    )
+
+
+def _finish(
+    columns: Columns,
+    draft: _Draft,
+    staged: tuple[Staged, ...],
+    names: tuple[tuple[str, ...], ...],
+    slices: Sequence[Slice],
+) -> Plan:
+    tensors = draft.routing.tensors
+    nbytes = columns.rows * columns.row_bytes
+    sources, position = np.unique(columns.source, return_inverse=True)
+    totals = np.zeros(len(sources), np.int64)
+    np.add.at(totals, position, nbytes)
+    wanted = {part.name for part in slices}
+    taken = tuple(meta.name for meta in tensors if meta.name in wanted)
+    boxes = sorted({(job.tensor, job.box.offset, job.box.shape) for job in draft.jobs})
+    destinations = tuple(draft.keys)
+    head = {
+        "tensors": [(meta.name, meta.shape, meta.dtype) for meta in tensors],
+        "destinations": list(zip(destinations, draft.sizes, strict=True)),
+        "staged": [repr(entry) for entry in staged],
+        "groups": names,
+        "taken": taken,
+        "copies": len(columns),
+    }
+    digest = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
+    for name in COLUMNS:
+        digest.update(np.ascontiguousarray(getattr(columns, name), "<i8").tobytes())
+    return Plan(
+        columns=columns,
+        destinations=destinations,
+        destination_nbytes=tuple(draft.sizes),
+        staged=staged,
+        groups=names,
+        taken=taken,
+        taken_boxes=tuple((tensor, Box(offset, shape)) for tensor, offset, shape in boxes),
+        nbytes=int(nbytes.sum()),
+        bytes_by_source=dict(zip(sources.tolist(), totals.tolist(), strict=True)),
+        digest=digest.hexdigest(),
+    )
+
+
+def untaken(
+    plans_taken: Iterable[Iterable[str]], tensors: Sequence[TensorMeta], ignored: Iterable[str] = ()
+) -> list[str]:
+    """Names that no rank of a replica takes anything of.
+
+    Args:
+        plans_taken: `Plan.taken` of every rank of one replica.
+        tensors: of the whole model.
+        ignored: names that need not be taken.
+    """
+    known = {name for taken in plans_taken for name in taken} | set(ignored)
+    return [meta.name for meta in tensors if meta.name not in known and 0 not in meta.shape]
+
+
+def check_taken(
+    boxes: Iterable[Iterable[TakenBox]], tensors: Sequence[TensorMeta], ignored: Iterable[str] = ()
+) -> None:
+    """Every element of every tensor must be taken by some rank of a replica.
+
+    Args:
+        boxes: `Plan.taken_boxes` of every rank of one replica.
+        tensors: of the whole model.
+        ignored: names that need not be taken.
+
+    Raises:
+        CoverageError: names the tensors that are not taken at all, and those that are taken in part with a box that is not.
+    """
+    by_tensor: dict[int, set[Box]] = {}
+    for taken in boxes:
+        for tensor, box in taken:
+            by_tensor.setdefault(tensor, set()).add(box)
+    skip = set(ignored)
+    wrong: list[str] = []
+    for index, meta in enumerate(tensors):
+        if meta.name in skip or 0 in meta.shape:
+            continue
+        held = by_tensor.get(index, set())
+        full = Box.full(meta.shape)
+        if full in held:
+            continue
+        left = subtract(full, sorted(held, key=lambda box: (box.offset, box.shape)))
+        if left:
+            wrong.append(f"{meta.name!r} (elements {left[0]} of shape {meta.shape})" if held else repr(meta.name))
+    if wrong:
+        shown = ", ".join(wrong[:20]) + (f" and {len(wrong) - 20} more" if len(wrong) > 20 else "")
+        raise CoverageError(
+            f"no engine rank of the replica takes {len(wrong)} of {len(tensors)} checkpoint tensors: {shown}; "
+            f"if the engine has no use for them, name them in `ignored`"
+        )

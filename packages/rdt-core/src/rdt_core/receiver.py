@@ -182,6 +182,9 @@ class Receiver:
             digest=plan.digest,
             nbytes=plan.nbytes,
             taken=tuple(plan.taken),
+            boxes=tuple(
+                wire.TakenBox(tensor=tensor, offset=box.offset, shape=box.shape) for tensor, box in plan.taken_boxes
+            ),
             requests=requests,
         )
         self.control.connect(manifest, epoch)

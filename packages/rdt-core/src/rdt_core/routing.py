@@ -226,7 +226,7 @@ def _agree(manifests: Sequence[SourceManifest]) -> list[SourceManifest]:
     if twice:
         raise CoverageError(f"source rank {_ranks(twice)} is declared more than once")
     for manifest in ordered[1:]:
-        for field in ("group", "world_size", "rounds"):
+        for field in ("group", "world_size"):
             if getattr(manifest, field) != getattr(first, field):
                 raise CoverageError(
                     f"source ranks {first.rank} and {manifest.rank} disagree about {field}: "
@@ -328,4 +328,3 @@ def _overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
                 return (other, index)
         active.append(index)
     return None
-

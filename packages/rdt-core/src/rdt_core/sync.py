@@ -15,9 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from . import wire
 from .control import Control, ensure_ray, open_coordinator
-from .coverage import check_taken
 from .engines import ConnectInfo, EngineClient
-from .errors import MembershipError, RdtError, SourceError, SyncError
+from .errors import CoverageError, MembershipError, RdtError, SourceError, SyncError
+from .geometry import Box
+from .planning import check_taken
 from .publisher import DEFAULT_BUCKET_BYTES, Publisher
 from .receiver import DEFAULT_KINDS
 from .report import log_line
@@ -172,7 +173,15 @@ class WeightSync:
         info = ConnectInfo(replica=client.name, **self._connect_info)  # type: ignore[arg-type]
         client.connect(info, deadline=time.monotonic() + timeout_s)
         ranks = self._control.replica_ready(client.name, timeout_s)
-        check_taken(client.name, ranks, self._publisher.manifest.tensors, self._publisher.manifest.ignore)
+        manifest = self._publisher.manifest
+        try:
+            check_taken(
+                [[(part.tensor, Box(part.offset, part.shape)) for part in rank.boxes] for rank in ranks],
+                manifest.tensors,
+                manifest.ignore,
+            )
+        except CoverageError as error:
+            raise CoverageError(f"replica {client.name!r}: {error}") from None
 
     def publish(self, version: int, *, timeout_s: float | None = None) -> wire.SyncReport:
         """Moves the present weights to every attached replica; returns when all of them serve `version`.

@@ -1,8 +1,8 @@
 """One dry run of an engine's weight loaders that finds what they take of each checkpoint tensor, and where it lands.
 
 The loaders run on the engine's live model (or on its meta twin) over stand-ins, and nothing is written: every in-place
-write to a destination is caught at torch's dispatcher. A copy of a stand-in is recorded as a `Slice`, filling with a number
-as a `Fill`; every other write, and everything that needs a stand-in's data, is refused with op, tensor, chain and loader line.
+write to a destination is caught at torch's dispatcher. A copy of a stand-in is recorded as a `Slice`, filling with a
+number as a `Fill`. Refused: every other write, and all that needs a stand-in's data, with op, tensor, chain and line.
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .destinations import Destinations
 from .errors import TracingError
 from .geometry import Chain, format_chain
-from .standins import Origin, StandIn, basic_index, dtype_name, standins
+from .standins import Origin, StandIn, dtype_name, standins
+from .viewops import basic_index
 from .wire import DTYPE_BYTES, TensorMeta
 
 __all__ = ["Destinations", "Fill", "Slice", "StandIn", "Trace", "trace"]
@@ -90,81 +94,6 @@ class Trace:
     fills: tuple[Fill, ...] = ()
 
 
-class Destinations(Mapping[str, torch.Tensor]):
-    """The storages that loaders may write, each under one key, found back from any view of them.
-
-    Works by identity of the storage, so that meta tensors are told apart too. Keeps the tensors alive.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._keys: dict[int, str] = {}
-        self._homes: list[tuple[dict[str, Any], str, str, torch.Tensor]] = []
-
-    @classmethod
-    def of(cls, module: torch.nn.Module) -> Destinations:
-        """Every parameter and buffer of `module`, under its first qualified name where several names share a storage.
-
-        Tensors without a storage of their own (lazy parameters, sparse tensors) are left out.
-        """
-        self = cls()
-        for prefix, child in module.named_modules():
-            for own in (child._parameters, child._buffers):
-                for name, tensor in own.items():
-                    if tensor is not None and _storage(tensor) is not None:
-                        key = f"{prefix}.{name}" if prefix else name
-                        self.add(key, tensor)
-                        self._homes.append((own, name, key, tensor))
-        return self
-
-    def add(self, key: str, tensor: torch.Tensor) -> str:
-        """Adds the storage of `tensor` and returns the key that it is known by, which is the first it was added under.
-
-        Raises:
-            TracingError: the key already names another storage, or the tensor has no storage.
-        """
-        storage = _storage(tensor)
-        if storage is None:
-            raise TracingError(f"destination {key!r} has no storage: {type(tensor).__name__}")
-        if storage in self._keys:
-            return self._keys[storage]
-        if key in self._tensors:
-            raise TracingError(f"destination {key!r} names two different storages")
-        self._keys[storage] = key
-        self._tensors[key] = tensor
-        return key
-
-    def find(self, view: torch.Tensor) -> str | None:
-        """Returns the key of the storage that `view` lies in, or None where it is not known."""
-        storage = _storage(view)
-        return None if storage is None else self._keys.get(storage)
-
-    def rebound(self) -> list[str]:
-        """Puts back the parameters and buffers that no longer are the tensors found by `of`, and names them."""
-        changed = []
-        for home, name, key, tensor in self._homes:
-            if home.get(name) is not tensor:
-                home[name] = tensor
-                changed.append(key)
-        return changed
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self._tensors[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def _storage(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError, ValueError, AttributeError):
-        return None
-
-
 class OnWrite(Protocol):
     """Called after each recorded copy, with the destination view and the stand-in. What it writes is not written."""
 
@@ -194,24 +123,30 @@ def trace(
     """
     if device is None:
         device = next((tensor.device for tensor in destinations.values() if not tensor.is_meta), torch.device("cpu"))
+    dtypes = {name: getattr(torch, name, None) for name in DTYPE_BYTES}
+    for meta in tensors:
+        if dtypes.get(meta.dtype) is None:
+            raise TracingError(
+                f"checkpoint tensor {meta.name!r} has dtype {meta.dtype!r}, which torch {torch.__version__} or this "
+                f"rdt does not have; known: {', '.join(name for name, dtype in dtypes.items() if dtype is not None)}"
+            )
     recorder = _Recorder(destinations, on_write)
     offered: list[str] = []
 
     def offer() -> Iterator[tuple[str, torch.Tensor]]:
         for meta in tensors:
-            dtype = getattr(torch, meta.dtype, None)
-            if meta.dtype not in DTYPE_BYTES or not isinstance(dtype, torch.dtype):
-                raise TracingError(
-                    f"checkpoint tensor {meta.name!r} has dtype {meta.dtype!r}, which this torch {torch.__version__} "
-                    f"does not have; known: {', '.join(DTYPE_BYTES)}"
-                )
             offered.append(meta.name)
-            twin = torch.empty(meta.shape, dtype=dtype, device="meta")
+            twin = torch.empty(meta.shape, dtype=dtypes[meta.dtype], device="meta")
             yield meta.name, StandIn.make(recorder, Origin(meta.name, meta.dtype), twin, torch.device(device))
 
     try:
         with torch.no_grad(), _inline_executors(), _Functions(recorder), _Writes(recorder):
             load(offer())
+    except Exception as error:
+        if recorder.failure is not None and error is not recorder.failure:
+            raise recorder.failure from error
+        error.add_note(f"while loaders were traced; the last tensor they were given: {offered[-1:]}")
+        raise
     finally:
         recorder.thread = None
         rebound = destinations.rebound()
@@ -268,7 +203,9 @@ class _Recorder:
         if self._on_write is not None:
             self.in_hook = True
             try:
-                self._on_write(destination, source)
+                # this mode stands aside while it handles a copy; what the hook writes needs one again
+                with _Writes(self):
+                    self._on_write(destination, source)
             finally:
                 self.in_hook = False
 
@@ -301,8 +238,8 @@ class _Recorder:
         for earlier in self.slices:
             if earlier.destination == key and _overlap(earlier, destination):
                 raise self.fail(
-                    f"{op} on destination {key!r} sets elements to {value} that an earlier copy of {earlier.name!r} has "
-                    f"written; slices land after fills"
+                    f"{op} on destination {key!r} sets elements to {value} that an earlier copy of {earlier.name!r} "
+                    f"has written; slices land after fills"
                 )
         self.fills.append(Fill(value=value, **region))
 
@@ -310,7 +247,7 @@ class _Recorder:
         key = self.destinations.find(view)
         if key is None:
             raise refusal(
-                f"goes into a tensor of shape {tuple(view.shape)} that is no known destination (a temporary, or a tensor "
+                f"goes into a tensor of shape {tuple(view.shape)} that is no known destination (a temporary, or one "
                 f"that is neither a parameter nor a buffer of the model)"
             )
         if any(stride == 0 and size > 1 for size, stride in zip(view.shape, view.stride(), strict=True)):
@@ -337,7 +274,7 @@ def _overlap(earlier: Slice, view: torch.Tensor) -> bool:
     if earlier.dtype != dtype_name(view.dtype):
         return True
     a = hull(earlier.offset, earlier.shape, earlier.strides)
-    b = hull(view.storage_offset(), view.shape, view.stride())
+    b = hull(int(view.storage_offset()), view.shape, view.stride())
     if a[1] <= b[0] or b[1] <= a[0]:
         return False
     begin, end = min(a[0], b[0]), max(a[1], b[1])
@@ -349,15 +286,18 @@ def _overlap(earlier: Slice, view: torch.Tensor) -> bool:
 
 
 def _loader_line() -> str:
-    """File, line, function and text of the innermost frame that belongs neither to torch nor to this package."""
-    inside = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
-    frame = sys._getframe(1)
+    """File, line, function and text of the innermost frame outside torch, the standard library and this package."""
+    own = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
+    standard = os.path.dirname(os.__file__) + os.sep
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith((*inside, "<")) and "concurrent/futures" not in code.co_filename:
-            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}: {text}"
-        frame = frame.f_back  # type: ignore[assignment]
+        file = frame.f_code.co_filename
+        # third-party packages may lie inside the standard library's folder
+        library = file.startswith(standard) and "-packages" not in file
+        if not library and not file.startswith((*own, "<")):
+            text = linecache.getline(file, frame.f_lineno).strip()[:120]
+            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {text}"
+        frame = frame.f_back
     return "unknown"
 
 
@@ -450,7 +390,20 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-_executors_lock = threading.RLock()
+_tracing_threads: Counter[int] = Counter()
+_tracing_lock = threading.Lock()
+_submit = concurrent.futures.ThreadPoolExecutor.submit
+
+
+def _submit_inline(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if not _tracing_threads[threading.get_ident()]:
+        return _submit(self, fn, *args, **kwargs)
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    try:
+        future.set_result(fn(*args, **kwargs))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 @contextmanager
@@ -458,25 +411,19 @@ def _inline_executors() -> Iterator[None]:
     """Makes thread pools run what the calling thread submits in that thread, at once.
 
     Some loaders spread their copies over a pool. Torch's modes hold for one thread only, so writes in a pool would go
-    through, and slices would come in random order. Pools used by other threads of the process are not touched.
+    through, and slices would come in random order. Pools fed by other threads of the process work as ever.
     """
+    pool: Any = concurrent.futures.ThreadPoolExecutor
     thread = threading.get_ident()
-    pool = concurrent.futures.ThreadPoolExecutor
-    with _executors_lock:
-        submit = pool.submit
-
-        def submit_inline(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return submit(self, fn, *args, **kwargs)
-            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except Exception as error:
-                future.set_exception(error)
-            return future
-
-        pool.submit = submit_inline  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            pool.submit = submit  # type: ignore[method-assign]
+    with _tracing_lock:
+        _tracing_threads[thread] += 1
+        pool.submit = _submit_inline
+    try:
+        yield
+    finally:
+        with _tracing_lock:
+            _tracing_threads[thread] -= 1
+            if not _tracing_threads[thread]:
+                del _tracing_threads[thread]
+            if not _tracing_threads:
+                pool.submit = _submit

@@ -144,6 +144,14 @@ class LinkOffer(Struct):
     refs: int = 0  # number of Ray object references that travel beside this message, one per transfer
 
 
+class TakenBox(Struct, array_like=True):
+    """A box of a checkpoint tensor that an engine rank takes."""
+
+    tensor: int  # index into SourceManifest.tensors
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 class EngineManifest(Struct):
     """What an engine rank declares when it connects."""
 
@@ -158,8 +166,8 @@ class EngineManifest(Struct):
     digest: str  # of the plan
     nbytes: int  # bytes that every sync moves to this rank
     taken: tuple[str, ...]  # names that this rank takes at least a part of
-    taken_elements: tuple[int, ...]  # distinct elements of each of them
     requests: tuple[ReadRequest, ...]
+    boxes: tuple[TakenBox, ...] = ()  # what it takes of each
 
     @property
     def reader(self) -> str:

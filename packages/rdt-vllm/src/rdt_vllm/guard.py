@@ -18,18 +18,23 @@ class TornGuard:
 
     Args:
         model: the model whose forward pass is guarded.
-        who: names the engine rank in the error.
     """
 
-    def __init__(self, model: torch.nn.Module, who: str) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._who = who
+        self._who = ""
         self._hook: Any = None
         self.reason: str | None = None
 
-    def close(self, reason: str) -> None:
-        """From here on generating raises TornReplicaError with `reason`. May be called again with another reason."""
+    def close(self, reason: str, who: str) -> None:
+        """From here on generating raises TornReplicaError.
+
+        Args:
+            reason: why; a later call replaces it.
+            who: the engine rank.
+        """
         self.reason = reason
+        self._who = who
         if self._hook is not None:
             return
         self._hook = self._model.register_forward_pre_hook(self._refuse, with_kwargs=True)

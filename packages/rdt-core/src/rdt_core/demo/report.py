@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from ..wire import LinkReport, Struct
 
+#: the phases of a sync that follow one another; others overlap with these
+SEQUENCE = ("begin", "pause", "engine_begin", "pull", "finish")
 
-class StepReport(Struct):
+
+class StepReport(Struct, frozen=True):
     """One version: the sync that brought it to the engine, and what the engine made of it.
 
-    `seconds` and `phases` (seconds) are the sync's, from the last finished optimiser step to the engine serving; `reward` is the mean over
-    the samples that this version generated, `max_abs_logprob_error` the largest difference over all their tokens between
-    the engine's log-probabilities and the trainer's.
+    `seconds` and `phases` (seconds) are the sync's, from the finished optimiser step to the engine serving; `reward` is
+    the mean over the samples that this version generated, `max_abs_logprob_error` the largest difference over all their
+    tokens between the engine's log-probabilities and the trainer's.
     """
 
     version: int
@@ -28,7 +30,7 @@ class StepReport(Struct):
     max_abs_logprob_error: float
 
 
-class DemoReport(Struct):
+class DemoReport(Struct, frozen=True):
     """A whole run, as `report.json` holds it."""
 
     trainer: str
@@ -61,13 +63,12 @@ def draw(report: DemoReport, first_reward: float, path: Path) -> None:
     top.set_ylabel("mean reward")
     top.set_ylim(bottom=0)
     top.set_title(f"{report.model}: trained by {report.trainer}, served by {report.engine}", fontsize=11)
-    names = phase_names(report.steps)
     base = [0.0] * len(versions)
-    for name in names:
-        heights = [step.phases.get(name, 0.0) * 1000 for step in report.steps]
-        bottom.bar(versions, heights, bottom=base, label=name, width=0.6)
-        base = [low + high for low, high in zip(base, heights, strict=True)]
-    bottom.plot(versions, [step.seconds * 1000 for step in report.steps], "k_", markersize=14, label="whole sync")
+    for name in (*SEQUENCE, "rest"):
+        heights = [1000 * _part(step, name) for step in report.steps]
+        if any(heights):
+            bottom.bar(versions, heights, bottom=base, label=name.replace("_", " "), width=0.6)
+            base = [low + high for low, high in zip(base, heights, strict=True)]
     bottom.set_ylabel("sync, ms")
     bottom.set_xlabel("version")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -78,6 +79,7 @@ def draw(report: DemoReport, first_reward: float, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def phase_names(steps: Sequence[StepReport]) -> list[str]:
-    """Returns every phase that any of the syncs had, in the order of first appearance."""
-    return list(dict.fromkeys(name for step in steps for name in step.phases))
+def _part(step: StepReport, name: str) -> float:
+    if name != "rest":
+        return step.phases.get(name, 0.0)
+    return max(0.0, step.seconds - sum(step.phases.get(phase, 0.0) for phase in SEQUENCE))

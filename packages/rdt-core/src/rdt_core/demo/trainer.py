@@ -2,7 +2,8 @@
 
 Parameters are float32 and sharded layer by layer. One batch gives one optimiser step: log-probabilities of the sampled
 tokens, weighted by advantages, averaged over all tokens of all ranks. The same forward pass says how far the engine's
-log-probabilities are from the trainer's. There is no gather of weights here: `WeightSync` reads the shards where they are.
+log-probabilities are from the trainer's. Nothing here gathers weights to publish them: `WeightSync` takes the shards
+where they are.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ class FsdpTrainer:
         SourceError: the checkpoint's layers are not where a decoder's layers are expected.
     """
 
-    def __init__(self, rank: int, world_size: int, rendezvous: str, model_dir: Path, learning_rate: float, seed: int) -> None:
+    def __init__(
+        self, rank: int, world_size: int, rendezvous: str, model_dir: Path, learning_rate: float, seed: int
+    ) -> None:
         import torch
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoModelForCausalLM
 
@@ -70,7 +74,9 @@ class FsdpTrainer:
         torch.manual_seed(seed)
         random.seed(seed)
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-        torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+        )
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         model.train()
         layers = getattr(getattr(model, "model", None), "layers", None)
@@ -79,7 +85,7 @@ class FsdpTrainer:
                 f"{type(model).__name__} has no `model.layers`; the demo shards decoder models layer by layer, "
                 "give --model another architecture"
             )
-        mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+        mesh = init_device_mesh("cpu", (world_size,))
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -95,12 +101,19 @@ class FsdpTrainer:
         """Joins the sync group with this rank's shards. Errors as `WeightSync.join`."""
         import torch
 
+        from ..receiver import DEFAULT_KINDS
         from ..sources import ModuleSource
         from ..sync import WeightSync
 
         source = ModuleSource(self._model, dtype=getattr(torch, dtype))
         self._sync = WeightSync.join(
-            group, source=source, rank=self.rank, world_size=self.world_size, mode=mode, kinds=kinds, timeout_s=timeout_s
+            group,
+            source=source,
+            rank=self.rank,
+            world_size=self.world_size,
+            mode=mode,
+            kinds=DEFAULT_KINDS if kinds is None else kinds,
+            timeout_s=timeout_s,
         )
 
     def attach(self, client: EngineClient) -> None:
@@ -108,7 +121,7 @@ class FsdpTrainer:
         self._sync.attach(client)
 
     def publish(self, version: int) -> SyncReport:
-        """Publishes the present weights as `version`; returns when every replica serves it. Errors as `WeightSync.publish`."""
+        """Publishes the present weights as `version`. Errors as `WeightSync.publish`."""
         return self._sync.publish(version=version)
 
     def leave(self) -> None:

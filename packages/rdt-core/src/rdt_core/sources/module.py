@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +60,7 @@ class _Entry:
     dtype: torch.dtype
     flat: FlatParameter | None
     sharded: bool  # a DTensor
-    layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # of the local tensor that `pieces` are for
+    layout: tuple[Any, ...] = ()  # what `pieces` were cut for
     pieces: list[_Piece] = field(default_factory=list)
 
     def tensor(self) -> torch.Tensor:
@@ -138,7 +139,7 @@ class ModuleSource:
         shards: list[Shard] = []
         for entry in self._entries:
             local = self._local(entry)
-            layout = (tuple(local.shape), tuple(local.stride()))
+            layout = _layout(entry, local)
             if entry.layout != layout:
                 entry.pieces = _pieces(entry.parts, self._held(entry, local))
                 entry.layout = layout
@@ -231,6 +232,15 @@ class ModuleSource:
         if entry.flat is not None:
             return entry.flat.held()
         return held_dtensor(entry.name, entry.tensor()) if entry.sharded else held_whole(local)
+
+
+def _layout(entry: _Entry, local: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what the pieces of an entry depend on."""
+    layout = (local.shape, local.stride())
+    if not entry.sharded:
+        return layout
+    tensor: Any = entry.tensor()
+    return (*layout, tensor.placements, tensor.device_mesh)
 
 
 def _wanted(name: str, include: bool | Sequence[str]) -> bool:

@@ -1,0 +1,136 @@
+"""The command `rdt`.
+
+Standard output carries results, standard error everything else. Exit status: 0 when all went well, 1 when the run
+failed, 2 when the command line cannot work (nothing was started then), 130 after Ctrl-C, 143 after SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Optional
+
+import typer
+
+from .demo.options import DTYPES, LINKS, MODES, DemoOptions, OptionError
+from .errors import RdtError
+
+app = typer.Typer(
+    help="Moves a model's weights from the ranks that train it to the ranks that serve it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+_DEMO_EPILOG = (
+    "[bold]Examples[/bold]\n\n"
+    "rdt demo\n\n"
+    "rdt demo --steps 2 --out /tmp/first\n\n"
+    "rdt demo --dtype bfloat16 --mode snapshot --link prepared\n\n"
+    "rdt demo --model path/to/checkpoint --engine vllm:tp=2 --json > report.json"
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Moves a model's weights from the ranks that train it to the ranks that serve it."""
+
+
+@app.command(epilog=_DEMO_EPILOG)
+def demo(
+    steps: Annotated[int, typer.Option(help="Optimiser steps; a version is published after each.", min=1)] = 10,
+    engine: Annotated[str, typer.Option(metavar="NAME[:tp=N]", help="Inference engine.")] = "vllm",
+    trainer: Annotated[str, typer.Option(metavar="NAME[:ranks=N]", help="Trainer.")] = "fsdp:ranks=2",
+    mode: Annotated[str, typer.Option(metavar="MODE", help=f"Publish mode: {', '.join(MODES)}.")] = "auto",
+    link: Annotated[str, typer.Option(metavar="KIND", help=f"Kind of every link: {', '.join(LINKS)}.")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="DTYPE", help=f"Of wire and engine: {', '.join(DTYPES)}. Training is in float32."),
+    ] = "float32",
+    model: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time
+        typer.Option(metavar="DIR", help="Checkpoint directory with tokenizer; default: SmolLM2-135M-Instruct."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where report.json and report.png go.")] = Path("out"),
+    seed: Annotated[int, typer.Option(help="Of sampling and training.", min=0)] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
+) -> None:
+    """Train a small model while a stock engine serves every version of it.
+
+    FSDP2 ranks learn by policy gradient from samples of an unmodified inference engine, on a CPU, without a hub.
+    After each optimiser step the ranks publish and the engine serves the new version. Each version is checked: the
+    engine's own stamp, and its log-probabilities against the trainer's. Takes about 5 minutes on 2 cores.
+    """
+    options = DemoOptions(
+        steps=steps, engine=engine, trainer=trainer, mode=mode, link=link, dtype=dtype, model=model, out=out, seed=seed
+    )
+    try:
+        options.check()
+    except OptionError as error:
+        typer.echo(f"rdt demo: {error}", err=True)
+        raise typer.Exit(2) from error
+    # kept from here on: libraries print to standard output as they please
+    target = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), _terminable():
+        try:
+            if json:
+                _demo_json(options, target)
+            else:
+                _demo_show(options, target)
+        except RdtError as error:
+            typer.echo(f"rdt demo failed: {type(error).__name__}: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+def _demo_json(options: DemoOptions, target: Any) -> None:
+    from .demo.loop import run
+
+    outcome = run(options)
+    target.write(outcome.report.json().decode())
+    target.flush()
+
+
+def _demo_show(options: DemoOptions, target: Any) -> None:
+    from rich.console import Console
+
+    from .demo.loop import run
+    from .demo.show import Show, table
+
+    console = Console(file=target)
+    with Show(console, options.steps) as show:
+        outcome = run(options, show)
+    console.print(table(outcome.report.steps, outcome.first_reward, outcome.first_error))
+    console.print(
+        f"mode {outcome.report.steps[-1].mode}: {outcome.mode_reason}\n"
+        f"reward {outcome.first_reward:.3f} -> {outcome.report.steps[-1].reward:.3f} over {options.steps} versions; "
+        f"every version served was the version trained\n"
+        f"{options.out / 'report.json'}, {options.out / 'report.png'}",
+        highlight=False,
+    )
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    # SIGTERM would end this process alone; as an exception it ends the engine and the cluster as Ctrl-C does
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

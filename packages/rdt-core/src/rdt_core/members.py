@@ -1,0 +1,285 @@
+"""Who belongs to a sync group: source ranks with their manifests, replicas with their engine ranks and requests.
+
+State and its checks, without waiting: the coordinator's half that syncs stand on. It refuses a rank that is taken,
+another group, world size, wire format or set of checkpoint tensors, and plans made against manifests that have changed
+since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import wire
+from .errors import CoverageError, MembershipError, VersionError, WireError
+from .gates import Gate, member_name
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """A source rank that joined."""
+
+    token: str
+    data: bytes
+    status: wire.SourceStatus
+    mode_reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """An engine rank that connected, and the offers made to it: by source rank, message and references."""
+
+    manifest: wire.EngineManifest
+    data: bytes
+    epoch: int
+    offered: Gate
+    offers: dict[int, tuple[bytes, list[Any]]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The reader's name in the group."""
+        return self.manifest.reader
+
+    def status(self) -> wire.ReaderStatus:
+        """Returns what is known about this engine rank."""
+        return wire.ReaderStatus(
+            reader=self.name,
+            incarnation=self.manifest.incarnation,
+            hostname=self.manifest.node.hostname,
+            pid=self.manifest.node.pid,
+            engine=self.manifest.engine,
+            epoch=self.epoch,
+            nbytes=self.manifest.nbytes,
+            requested=len(self.manifest.requests),
+            offered=len(self.offers),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """A replica: its engine ranks, and the version it serves as far as syncs decided it."""
+
+    name: str
+    ready: Gate
+    world_size: int = 0
+    readers: dict[int, Reader] = field(default_factory=dict)
+    version: int | None = None
+    torn: str = ""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether every engine rank is connected."""
+        return bool(self.readers) and self.ready.is_open
+
+    def status(self, is_updating: bool) -> wire.ReplicaStatus:
+        """Returns what is known about this replica."""
+        if self.torn and not is_updating:
+            state = "torn"
+        elif not self.is_connected:
+            state = "connecting"
+        elif is_updating:
+            state = "updating"
+        else:
+            state = "connected" if self.version is None else "serving"
+        return wire.ReplicaStatus(
+            name=self.name,
+            world_size=self.world_size,
+            state=state,
+            version=self.version,
+            torn=self.torn,
+            readers=tuple(reader.status() for _, reader in sorted(self.readers.items())),
+        )
+
+
+class Members:
+    """The members of one group.
+
+    Args:
+        group: the group's name.
+        world_size: number of source ranks.
+    """
+
+    def __init__(self, group: str, world_size: int) -> None:
+        self.group = group
+        self.world_size = world_size
+        self.epoch = 0
+        self.sources: dict[int, Source] = {}
+        self.joined = Gate(range(world_size))
+        self.replicas: dict[str, Replica] = {}
+        self._ever_joined: set[int] = set()
+        self._tensors: tuple[int, tuple[wire.TensorMeta, ...]] | None = None
+
+    def join(self, manifest: bytes, token: str) -> int | None:
+        """Adds a source rank or replaces its manifest; see `Coordinator.join`.
+
+        Returns:
+            The rank if its manifest took an earlier one's place, so that the epoch has advanced; else None.
+        """
+        message = wire.decode(manifest, wire.SourceManifest)
+        rank = message.rank
+        self._check(member_name(rank), message.group, message.versions)
+        if message.world_size != self.world_size:
+            raise MembershipError(
+                f"source rank {rank} joins group {self.group!r} with a world of {message.world_size} source ranks; "
+                f"the group was opened for {self.world_size}; every rank must pass the same world_size"
+            )
+        previous = self.sources.get(rank)
+        if previous is not None and previous.token != token:
+            raise MembershipError(
+                f"two joins under one rank: source rank {rank} of group {self.group!r} is taken by process "
+                f"{previous.status.pid} on {previous.status.hostname}, and process {message.node.pid} on "
+                f"{message.node.hostname} joins as the same; give each trainer its own rank, or if the first one is "
+                f"dead restart the whole group"
+            )
+        self._check_tensors(message)
+        if previous is not None and previous.data == manifest:
+            return None
+        if self._tensors is None or self._tensors[0] == rank:
+            self._tensors = rank, message.tensors
+        status = wire.SourceStatus(
+            rank=rank,
+            hostname=message.node.hostname,
+            pid=message.node.pid,
+            mode=message.mode,
+            rounds=message.rounds,
+        )
+        self.sources[rank] = Source(token, manifest, status, message.mode_reason)
+        self.joined.arrive(rank)
+        if rank not in self._ever_joined:
+            self._ever_joined.add(rank)
+            return None
+        self.epoch += 1
+        return rank
+
+    def leave(self, rank: int, token: str) -> bool:
+        """Removes a source rank. Returns False if it is not a member. Raises MembershipError for another's token."""
+        if rank not in self.sources:
+            return False
+        self.check_token(rank, token)
+        del self.sources[rank]
+        if not self.sources:
+            self._tensors = None
+        elif self._tensors is not None and self._tensors[0] == rank:
+            self._tensors = min(self.sources), self._tensors[1]
+        self.joined.expect((rank,))
+        return True
+
+    def check_token(self, rank: int, token: str) -> None:
+        """Raises MembershipError unless the rank joined with this token."""
+        source = self.sources.get(rank)
+        if source is None:
+            raise MembershipError(f"source rank {rank} is not a member of group {self.group!r}; it must join first")
+        if source.token != token:
+            raise MembershipError(
+                f"source rank {rank} of group {self.group!r} was joined by process {source.status.pid} on "
+                f"{source.status.hostname}, not by the caller"
+            )
+
+    def connect(self, manifest: bytes, epoch: int | None) -> Reader | None:
+        """Adds an engine rank, taking the place of an older incarnation; see `Coordinator.connect`.
+
+        Returns:
+            The older incarnation if there was one.
+        """
+        message = wire.decode(manifest, wire.EngineManifest)
+        name = member_name(message.reader)
+        self._check(name, message.group, message.versions)
+        epoch = self.epoch if epoch is None else epoch
+        if epoch != self.epoch:
+            raise MembershipError(
+                f"{name} planned against epoch {epoch} of group {self.group!r}, whose source ranks are at epoch "
+                f"{self.epoch} since one of them joined again; read their manifests and plan again"
+            )
+        wanted = self._wanted(message)
+        replica = self.replica(message.replica)
+        if replica.readers and replica.world_size != message.world_size:
+            raise MembershipError(
+                f"{name} connects with a world of {message.world_size} engine ranks; replica {replica.name!r} of group "
+                f"{self.group!r} has {replica.world_size}; detach the old replica or give the new one another name"
+            )
+        previous = replica.readers.get(message.rank)
+        if previous is not None:
+            if previous.data == manifest and previous.epoch == epoch:
+                return None
+            self.drop(replica, message.rank)
+        if not replica.readers:
+            replica.ready.reset(f"{replica.name}/{rank}" for rank in range(message.world_size))
+            replica.world_size = message.world_size
+        replica.readers[message.rank] = Reader(message, manifest, epoch, Gate(wanted))
+        replica.ready.arrive(message.reader)
+        return previous
+
+    def drop(self, replica: Replica, rank: int) -> Reader:
+        """Removes an engine rank. From now on the version of its replica is unknown; a torn replica stays torn."""
+        reader = replica.readers.pop(rank)
+        replica.version = None
+        replica.ready.expect((reader.name,))
+        reader.offered.wake(MembershipError(f"{member_name(reader.name)} disconnected from group {self.group!r}"))
+        return reader
+
+    def replica(self, name: str) -> Replica:
+        """Returns the replica of this name, a new one without engine ranks if there is none."""
+        if name not in self.replicas:
+            self.replicas[name] = Replica(name, Gate((f"{name}/0",)))
+        return self.replicas[name]
+
+    def prune(self, replica: Replica) -> None:
+        """Forgets a replica that has no engine rank and that nobody waits for."""
+        if not replica.readers and not replica.ready.waiting and self.replicas.get(replica.name) is replica:
+            del self.replicas[replica.name]
+
+    def find(self, reader: str, incarnation: str) -> tuple[Replica, Reader] | None:
+        """Returns a connected engine rank and its replica."""
+        replica = self.replicas.get(reader.rpartition("/")[0])
+        if replica is not None:
+            for one in replica.readers.values():
+                if one.name == reader and one.manifest.incarnation == incarnation:
+                    return replica, one
+        return None
+
+    def _check(self, name: str, group: str, versions: wire.VersionMeta) -> None:
+        if versions.wire_major != wire.WIRE_MAJOR:
+            raise VersionError(
+                f"{name} speaks wire format {versions.wire_major}.{versions.wire_minor} (rdt {versions.rdt}); the "
+                f"coordinator of group {self.group!r} needs {wire.WIRE_MAJOR}.x; install one rdt-core on both sides"
+            )
+        if group != self.group:
+            raise MembershipError(f"{name} belongs to group {group!r}, this is the coordinator of {self.group!r}")
+
+    def _check_tensors(self, message: wire.SourceManifest) -> None:
+        if self._tensors is None or self.sources.keys() == {message.rank} or self._tensors[1] == message.tensors:
+            return
+        reference, expected = self._tensors
+        where = f"source rank {message.rank} declares other checkpoint tensors than source rank {reference}"
+        for index, (mine, theirs) in enumerate(zip(message.tensors, expected, strict=False)):
+            if mine != theirs:
+                raise CoverageError(
+                    f"{where}: tensor {index} is {_describe(mine)} here and {_describe(theirs)} there; every rank must "
+                    f"declare the whole model in one order"
+                )
+        longer = message.tensors if len(message.tensors) > len(expected) else expected
+        first = longer[min(len(message.tensors), len(expected))]
+        raise CoverageError(
+            f"{where}: {len(message.tensors)} tensors here, {len(expected)} there; {_describe(first)} is on one side "
+            f"only; every rank must declare the whole model"
+        )
+
+    def _wanted(self, message: wire.EngineManifest) -> list[int]:
+        wanted: set[int] = set()
+        for request in message.requests:
+            if request.reader != message.reader or request.incarnation != message.incarnation:
+                raise WireError(
+                    f"{member_name(message.reader)}, incarnation {message.incarnation!r}, sent a request of "
+                    f"{request.reader!r}, incarnation {request.incarnation!r}"
+                )
+            if not 0 <= request.source < self.world_size or request.source in wanted:
+                raise WireError(
+                    f"{member_name(message.reader)} requests from source rank {request.source}, which is repeated or "
+                    f"outside the world of {self.world_size} source ranks"
+                )
+            wanted.add(request.source)
+        return sorted(wanted)
+
+
+def _describe(tensor: wire.TensorMeta) -> str:
+    return f"{tensor.name!r} {list(tensor.shape)} {tensor.dtype}"

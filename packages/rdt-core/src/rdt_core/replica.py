@@ -1,0 +1,182 @@
+"""A replica of plain torch modules: reward and reference models, evaluation workers, and everything that tests a sync.
+
+`ModuleWorker` is one engine rank around a `torch.nn.Module`; it works in this process or as a Ray actor, and nothing in it
+is special to either. `ModuleReplica` drives a list of them. A worker whose module is torn refuses `state` and `call`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from . import wire
+from .control import Control, ensure_ray, open_coordinator
+from .engines import ConnectInfo
+from .errors import DeadlineError, EngineError, RdtError, TornReplicaError
+from .landing import ModuleLanding
+from .receiver import Receiver
+from .transport import LocalExchange
+
+LoadWeights = Callable[[torch.nn.Module, Iterable[tuple[str, torch.Tensor]]], Any]
+
+
+class ModuleWorker:
+    """One engine rank around a plain module.
+
+    Args:
+        make_module: makes the module, in the process that will serve it.
+        rank: of this worker in its replica.
+        world_size: workers of the replica.
+        load_weights: called as `load_weights(module, weights)` while tracing; default: parameters by name.
+        control: the coordinator, for workers in the trainer's own process; default: found through Ray.
+        exchange: for link kind "local".
+    """
+
+    def __init__(
+        self,
+        make_module: Callable[[], torch.nn.Module],
+        rank: int = 0,
+        world_size: int = 1,
+        load_weights: LoadWeights | None = None,
+        control: Control | None = None,
+        exchange: LocalExchange | None = None,
+    ) -> None:
+        self.module = make_module()
+        self.rank = rank
+        self.world_size = world_size
+        self._control = control
+        self._exchange = exchange
+        load = None if load_weights is None else lambda weights: load_weights(self.module, weights)
+        self.landing = ModuleLanding(self.module, load)
+        self.receiver: Receiver | None = None
+
+    def connect(self, info: ConnectInfo) -> None:
+        """Connects to the group, or plans again after another epoch."""
+        if self.receiver is None:
+            control = self._control
+            if control is None:
+                ensure_ray(info.address, info.namespace)
+                control = open_coordinator(
+                    info.group, namespace=info.namespace, create=False, timeout_s=info.timeout_s
+                )
+            device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+            self.receiver = Receiver(
+                self.landing, control=control, group=info.group, replica=info.replica, rank=self.rank,
+                world_size=self.world_size, device=device, kinds=info.kinds, timeout_s=info.timeout_s,
+                pack_threshold=info.pack_threshold, exchange=self._exchange,
+            )  # fmt: skip
+        self.receiver.connect()
+
+    def pull(self, version: int, timeout_s: float) -> wire.ReaderReport:
+        """See `Receiver.pull`."""
+        return self._connected().pull(version, timeout_s)
+
+    def finish(self, version: int) -> None:
+        """See `Receiver.finish`."""
+        self._connected().finish(version)
+
+    def abort(self, reason: str) -> None:
+        """See `Receiver.abort`."""
+        if self.receiver is not None:
+            self.receiver.abort(reason)
+
+    def version(self) -> int | None:
+        """The version that this worker serves; None while it is torn or before the first."""
+        if self.receiver is None or self.receiver.torn is not None:
+            return None
+        return self.receiver.version
+
+    def call(self, function: Callable[[torch.nn.Module], Any]) -> Any:
+        """Returns `function(module)`.
+
+        Raises:
+            TornReplicaError: the module holds bytes of two versions.
+        """
+        if self.landing.torn is not None:
+            raise TornReplicaError(f"this worker is torn ({self.landing.torn}); a complete sync heals it")
+        return function(self.module)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """A copy of all parameters and buffers, by name. Raises TornReplicaError as `call` does."""
+        return self.call(lambda module: {name: value.detach().cpu().clone() for name, value in module.state_dict().items()})
+
+    def close(self) -> None:
+        """Leaves the group. Idempotent."""
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+    def _connected(self) -> Receiver:
+        if self.receiver is None:
+            raise EngineError(f"module worker {self.rank} was never connected to a group; attach its replica first")
+        return self.receiver
+
+
+class ModuleReplica:
+    """Client of a replica of `ModuleWorker`s; see `engines.EngineClient`.
+
+    Args:
+        workers: objects, or handles of Ray actors made from `ModuleWorker`, in rank order.
+        name: of the replica, unique in its group.
+    """
+
+    def __init__(self, workers: Sequence[Any], *, name: str = "module") -> None:
+        self.name = name
+        self.workers = list(workers)
+
+    def _all(self, method: str, *args: Any, deadline: float) -> list[Any]:
+        timeout = max(0.0, deadline - time.monotonic())
+        remote = [worker for worker in self.workers if hasattr(getattr(worker, method), "remote")]
+        if not remote:
+            with ThreadPoolExecutor(max_workers=len(self.workers), thread_name_prefix="rdt-worker") as pool:
+                return list(pool.map(lambda worker: getattr(worker, method)(*args), self.workers))
+        import ray
+
+        try:
+            return ray.get([getattr(worker, method).remote(*args) for worker in self.workers], timeout=timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineError(f"replica {self.name!r} did not answer {method} within {timeout:.1f} s") from None
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RdtError):
+                raise error.cause from None
+            raise EngineError(f"replica {self.name!r} failed in {method}: {error}") from error
+        except ray.exceptions.RayActorError as error:
+            raise EngineError(f"a worker of replica {self.name!r} died (called for {method}): {error}") from error
+
+    def connect(self, info: ConnectInfo, *, deadline: float) -> None:
+        """See `EngineClient.connect`."""
+        self._all("connect", info, deadline=deadline)
+
+    def pause(self, *, deadline: float) -> None:
+        """Nothing to pause: a worker runs one call at a time."""
+
+    def begin(self, version: int, *, deadline: float) -> None:
+        """Nothing to make ready."""
+
+    def pull(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.pull`."""
+        self._all("pull", version, max(0.0, deadline - time.monotonic()), deadline=deadline)
+
+    def finish(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.finish`."""
+        self._all("finish", version, deadline=deadline)
+
+    def abort(self, version: int, reason: str, *, deadline: float) -> None:
+        """See `EngineClient.abort`."""
+        self._all("abort", reason, deadline=deadline)
+
+    def resume(self, *, deadline: float) -> None:
+        """Nothing to resume."""
+
+    def version(self, *, deadline: float) -> int | None:
+        """The version that all workers serve; None if they do not agree on one."""
+        versions = set(self._all("version", deadline=deadline))
+        return versions.pop() if len(versions) == 1 else None
+
+    def health(self, *, deadline: float) -> None:
+        """See `EngineClient.health`."""
+        self._all("version", deadline=deadline)

@@ -1,0 +1,14 @@
+"""Words that the engine's errors carry and the clients look for; the only thing that both sides must agree on.
+
+vLLM hands an error of a worker to its caller as text, over HTTP and over Ray alike, so text is what there is.
+"""
+
+from __future__ import annotations
+
+#: the sync was ended by `update_weights` with `abort`, as asked
+ABORTED = "rdt-aborted"
+#: an earlier weight update never ended; followed by a colon and the ranks of which the update is open
+LEFT_OPEN = "rdt-left-open"
+OPEN_ON_ALL = "all"
+OPEN_ON_LAST = "last"  # `finish` failed
+OPEN_ON_OTHERS = "others"  # `start` or `update` failed

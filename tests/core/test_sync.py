@@ -1,0 +1,283 @@
+"""A whole sync inside one process: threads as source ranks, plain modules as engine ranks, link kind `local`."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rdt_core.control import LocalControl
+from rdt_core.coordinator import Coordinator
+from rdt_core.errors import CoverageError, MembershipError, RdtError, SyncError, TornReplicaError
+from rdt_core.replica import ModuleReplica, ModuleWorker
+from rdt_core.sources.base import Shard
+from rdt_core.sync import WeightSync
+from rdt_core.transport import LocalExchange
+from rdt_core.wire import TensorMeta
+
+pytestmark = pytest.mark.unit
+
+SHAPES = {
+    "embed.weight": (50, 16),
+    "layers.0.q.weight": (16, 16),
+    "layers.0.k.weight": (8, 16),
+    "layers.0.down.weight": (16, 24),
+    "layers.1.q.weight": (16, 16),
+    "layers.1.k.weight": (8, 16),
+    "layers.1.down.weight": (16, 24),
+    "norm.weight": (16,),
+}
+
+
+class Sharded:
+    """A source whose ranks hold uneven row ranges of every tensor."""
+
+    def __init__(self, rank: int, world_size: int, dtype: torch.dtype = torch.float32, wire: str = "float32") -> None:
+        self.rank, self.world_size, self.wire = rank, world_size, wire
+        self.local: list[tuple[str, int, torch.Tensor]] = []
+        for name, shape in SHAPES.items():
+            size = -(-shape[0] // world_size)
+            start, end = min(shape[0], rank * size), min(shape[0], (rank + 1) * size)
+            self.local.append((name, start, torch.zeros((end - start, *shape[1:]), dtype=dtype)))
+
+    def metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(name=name, shape=shape, dtype=self.wire) for name, shape in SHAPES.items()]
+
+    def shards(self) -> list[Shard]:
+        return [Shard(name, (start,) + (0,) * (tensor.dim() - 1), tensor) for name, start, tensor in self.local]
+
+    def ignored(self) -> list[str]:
+        return []
+
+    def fill(self, version: int) -> None:
+        for name, start, tensor in self.local:
+            tensor.copy_(whole(name, version)[start : start + tensor.shape[0]])
+
+
+def whole(name: str, version: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((name, version)) % 2**31)
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(24 // world_size, 16))
+        self.down = torch.nn.Parameter(torch.zeros(16, 24 // world_size))
+
+
+class Served(torch.nn.Module):
+    """Fused and tensor-parallel, as engines are."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+        self.embed = torch.nn.Parameter(torch.zeros(64 // world_size, 16))
+        self.layers = torch.nn.ModuleList(Layer(rank, world_size) for _ in range(2))
+        self.norm = torch.nn.Parameter(torch.zeros(16))
+
+
+def load(module: Served, weights) -> None:
+    rank, world = module.rank, module.world_size
+    for name, tensor in weights:
+        if name == "embed.weight":
+            rows = 64 // world
+            start = min(50, rank * rows)
+            count = min(50, (rank + 1) * rows) - start
+            module.embed.data[:count].copy_(tensor.narrow(0, start, count))
+            continue
+        if name == "norm.weight":
+            module.norm.data.copy_(tensor)
+            continue
+        layer = module.layers[int(name.split(".")[1])]
+        if ".down." in name:
+            layer.down.data.copy_(tensor.narrow(1, rank * 24 // world, 24 // world))
+        else:
+            size = tensor.shape[0] // world
+            offset = 0 if ".q." in name else 16 // world
+            layer.qk.data.narrow(0, offset, size).copy_(tensor.narrow(0, rank * size, size))
+
+
+def expected(rank: int, world: int, version: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    module = Served(rank, world)
+    with torch.no_grad():
+        load(module, [(name, whole(name, version).to(dtype).float()) for name in SHAPES])
+    return module.state_dict()
+
+
+class Group:
+    """Source ranks in threads and one replica, over one coordinator."""
+
+    def __init__(self, ranks: int, engine_ranks: int, **options) -> None:
+        self.control = LocalControl(Coordinator("test", ranks, 30.0))
+        self.exchange = LocalExchange()
+        dtype = options.pop("dtype", torch.float32)
+        wire = options.pop("wire", "float32")
+        loader = options.pop("load", load)
+        self.sources = [Sharded(rank, ranks, dtype, wire) for rank in range(ranks)]
+        options = {"kinds": ("local",), "timeout_s": 10.0, **options}
+        self.pool = ThreadPoolExecutor(ranks)
+        self.syncs = list(
+            self.pool.map(
+                lambda rank: WeightSync(
+                    self.control, self.sources[rank], group="test", rank=rank, world_size=ranks, exchange=self.exchange, **options
+                ),
+                range(ranks),
+            )
+        )
+        self.workers = [
+            ModuleWorker(lambda rank=rank: Served(rank, engine_ranks), rank, engine_ranks, loader, self.control, self.exchange)
+            for rank in range(engine_ranks)
+        ]
+        self.replica = ModuleReplica(self.workers)
+
+    def attach(self) -> None:
+        self.syncs[0].attach(self.replica)
+
+    def publish(self, version: int):
+        for source in self.sources:
+            source.fill(version)
+        return list(self.pool.map(lambda sync: sync.publish(version), self.syncs))
+
+    def close(self) -> None:
+        for sync in self.syncs:
+            sync.leave()
+        self.pool.shutdown()
+        self.control.close()
+
+
+@pytest.fixture
+def group(request):
+    made = []
+
+    def make(*args, **options) -> Group:
+        made.append(Group(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def assert_serves(group: Group, version: int, dtype: torch.dtype = torch.float32) -> None:
+    world = len(group.workers)
+    for rank, worker in enumerate(group.workers):
+        state = worker.state()
+        for name, value in expected(rank, world, version, dtype).items():
+            assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("mode", ["live", "snapshot", "bucket"])
+@pytest.mark.parametrize(("ranks", "engine_ranks"), [(1, 1), (2, 1), (3, 2)])
+def test_three_syncs_are_exact(group, mode, ranks, engine_ranks):
+    made = group(ranks, engine_ranks, mode=mode, bucket_bytes=1000)
+    made.attach()
+    for version in (1, 2, 3):
+        reports = made.publish(version)
+        assert_serves(made, version)
+        assert all(report == reports[0] for report in reports)
+        assert reports[0].bytes == sum(reader.expected_bytes for reader in reports[0].readers)
+        assert made.replica.version(deadline=float("inf")) == version
+    assert made.syncs[0].mode == mode
+
+
+def test_unchanged_weights_change_nothing(group):
+    made = group(2, 1)
+    made.attach()
+    made.publish(1)
+    before = made.workers[0].state()
+    list(made.pool.map(lambda sync: sync.publish(2), made.syncs))
+    after = made.workers[0].state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_cast_to_the_wire_dtype_is_a_snapshot_and_replayed_into_the_engine(group):
+    made = group(2, 2, wire="bfloat16")
+    made.attach()
+    report = made.publish(1)[0]
+    assert report.mode == "snapshot"
+    assert "torch.float32" in report.mode_reason
+    assert_serves(made, 1, torch.bfloat16)
+
+
+def test_a_packed_link_gives_the_same_bytes(group):
+    made = group(2, 2, pack_threshold=1 << 20)
+    made.attach()
+    for version in (1, 2):
+        made.publish(version)
+        assert_serves(made, version)
+
+
+def test_a_tensor_nobody_holds(group):
+    def wants_more(module, weights):
+        load(module, weights)
+
+    made = group(1, 1, load=wants_more)
+    made.sources[0].metadata  # noqa: B018
+    worker = made.workers[0]
+    worker.landing._load = lambda weights: None
+    with pytest.raises(CoverageError, match=r"module.*embed\.weight"):
+        made.attach()
+
+
+def test_two_joins_under_one_rank(group):
+    made = group(1, 1)
+    with pytest.raises(MembershipError, match="rank 0"):
+        WeightSync(
+            made.control, Sharded(0, 1), group="test", rank=0, world_size=1, kinds=("local",), exchange=made.exchange
+        )
+
+
+def test_a_failed_pull_tears_the_replica_and_the_next_sync_heals_it(group):
+    made = group(2, 2)
+    made.attach()
+    made.publish(1)
+    landing = made.workers[1].landing
+    close = landing.close
+    landing.close = lambda module: (_ for _ in ()).throw(RuntimeError("the post-load step broke"))
+    for source in made.sources:
+        source.fill(2)
+
+    def publish(sync):
+        with pytest.raises(RdtError) as caught:
+            sync.publish(2)
+        return str(caught.value)
+
+    messages = list(made.pool.map(publish, made.syncs))
+    assert len(set(messages)) == 1
+    assert "post-load step broke" in messages[0]
+    assert "module/1" in messages[0]
+    with pytest.raises(TornReplicaError):
+        made.workers[1].state()
+    assert made.workers[1].version() is None
+    landing.close = close
+    made.publish(3)
+    assert_serves(made, 3)
+
+
+def test_versions_that_differ_fail_on_every_rank(group):
+    made = group(2, 1)
+    made.attach()
+    barrier = threading.Barrier(2)
+
+    def publish(sync):
+        barrier.wait()
+        with pytest.raises(SyncError) as caught:
+            sync.publish(5 + sync.rank)
+        return str(caught.value)
+
+    messages = list(made.pool.map(publish, made.syncs))
+    assert "version 5" in messages[0]
+    assert "version 6" in messages[0]
+
+
+def test_parameters_that_moved_are_read_where_they_are_now(group):
+    made = group(2, 1, mode="live")
+    made.attach()
+    made.publish(1)
+    for source in made.sources:
+        source.local = [(name, start, tensor.clone()) for name, start, tensor in source.local]
+    made.publish(2)
+    assert_serves(made, 2)
