@@ -91,8 +91,11 @@ def step(model: nn.Module, vocabulary: int = 12) -> None:
 
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The oracle: gathers every parameter and buffer."""
-    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    """The oracle: gathers every parameter and persistent buffer."""
+    named = dict(model.named_parameters())
+    for path, owner in model.named_modules():
+        kept = owner._buffers.keys() - owner._non_persistent_buffers_set
+        named |= {f"{path}.{key}".lstrip("."): owner._buffers[key] for key in kept}
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in named.items()
@@ -265,7 +268,7 @@ def fsdp1_uneven(rank: int) -> dict:
 
 
 def fsdp1_tied(rank: int) -> dict:
-    return fsdp1(rank, tied=True)
+    return fsdp1(rank, vocabulary=23, width=5, tied=True)
 
 
 def fsdp1_hybrid(rank: int) -> dict:

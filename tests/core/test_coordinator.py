@@ -162,6 +162,19 @@ async def test_disconnecting_is_for_one_incarnation() -> None:
         await group.coordinator.offers("a/0", "first", WAIT_S)
 
 
+@virtual
+async def test_a_replica_that_lost_a_rank_is_not_connected() -> None:
+    group = await Group.make(2, a=2)
+    await group.coordinator.disconnect("a/1", "first")
+    assert await group.states() == {"a": "connecting"}
+    with pytest.raises(DeadlineError, match="no answer from engine rank a/1$"):
+        await group.coordinator.replica_ready("a", 1)
+    errors = await group.fails(1, ["a"])
+    assert "engine rank a/1 not" in str(errors[0])
+    await group.coordinator.connect(wire.encode(engine("a", 1, 2, incarnation="second")))
+    assert len(await group.coordinator.replica_ready("a", 0)) == 2
+
+
 # --- begin
 
 
@@ -907,7 +920,9 @@ def test_any_interleaving_ends_and_every_rank_has_the_same_outcome(
         await asyncio.sleep(STALL_S)  # the last sync may have lost everybody
         served = 0
         for step, outcomes in enumerate(chaos.outcomes):
-            heard = {one for one in outcomes if one != "silent"}
+            # with no engine rank to wait for, the driver may commit before another source rank fails
+            slow = {"silent"} if engines else {"silent", "nothing to fail"}
+            heard = set(outcomes) - slow
             assert len(heard) <= 1, outcomes
             if heard == {f"served {step + 1}"}:
                 assert "silent" not in outcomes or not engines, "bytes were accounted for that were never published"

@@ -17,7 +17,7 @@ from rdt_core.sources.fsdp import axis_runs, held_flat, held_whole, row_major
 
 RANKS = {
     "even": 2, "uneven": 4, "columns": 4, "hybrid": 4, "tied": 2, "ignored_by_fsdp": 2, "tensor_parallel": 4,
-    "strided": 4, "off_mesh": 4, "experts": 4, "fsdp1_even": 2, "fsdp1_uneven": 4, "fsdp1_tied": 2,
+    "strided": 4, "off_mesh": 4, "experts": 4, "fsdp1_even": 2, "fsdp1_uneven": 4, "fsdp1_tied": 4,
     "fsdp1_hybrid": 4, "fsdp1_whole": 2, "ddp": 2,
 }  # fmt: skip
 REFUSALS = {
@@ -125,7 +125,7 @@ def test_fsdp_over_tp_really_deals_rows_out_twice(folder: Path) -> None:
 
 @pytest.mark.integration
 def test_flat_shards_cut_rows(folder: Path) -> None:
-    ranks = results(folder, "fsdp1_uneven")
+    ranks = results(folder, "fsdp1_tied")
     assert max(len(boxes(rank, name)) for rank in ranks for name, _, _ in rank["metadata"]) == 3
 
 

@@ -1,4 +1,4 @@
-"""A tiny checkpoint with a tokenizer that knows words, so that the demo's reward can be computed of what it generates."""
+"""A tiny checkpoint with a tokenizer that knows words, so that the demo can reward what it generates."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ WORDS = (*SPECIAL, *(first + end for first in PREFIXES for end in ENDINGS))
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a random Llama of tied embeddings, float32, and a word-level tokenizer without chat template."""
-    from rdt_testbed import models
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
+
+    from rdt_testbed import models
 
     folder = tmp_path_factory.mktemp("demo") / "tiny"
     models.save(models.build("llama-tied", vocab_size=64, max_position_embeddings=256), folder)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from rdt_core import cli
 from rdt_core.demo import options as module
 from rdt_core.demo.options import DemoOptions, OptionError, Spec, parse_spec
-from typer.testing import CliRunner
 
 pytestmark = pytest.mark.unit
 
@@ -22,13 +22,12 @@ def _one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("something was started")
 
     monkeypatch.setattr("ray.init", refuse)
     monkeypatch.setattr("rdt_core.demo.model.prepare", refuse)
-    yield
 
 
 def test_a_spec_has_a_name_and_settings() -> None:
@@ -60,7 +59,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
 def test_the_command_line_refuses(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.app, ["demo", "--out", str(tmp_path), *arguments], env={"COLUMNS": "500"})
+    result = CliRunner().invoke(
+        cli.app, ["demo", "--engine", "paper", "--out", str(tmp_path), *arguments], env={"COLUMNS": "500"}
+    )
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert result.stdout == ""

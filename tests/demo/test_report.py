@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
 from rdt_core.demo import show
 from rdt_core.demo.report import DemoReport, StepReport, draw
 from rdt_core.wire import LinkReport
-from rich.console import Console
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +47,7 @@ def test_the_json_has_exactly_these_fields() -> None:
 
 
 def test_the_table_has_a_row_for_each_version() -> None:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - written to by rich alone
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(show.table([_step(1), _step(2)], 0.05, 2e-6))
     text = console.export_text()
     rows = [line for line in text.splitlines() if "│" in line]

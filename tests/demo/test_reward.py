@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rdt_core.demo import reward as module
 from rdt_core.demo.reward import SUBJECTS, advantages, encode_prompts, reward
 

@@ -19,6 +19,8 @@ import typer
 from .demo.options import DTYPES, LINKS, MODES, DemoOptions, OptionError
 from .errors import RdtError
 
+LOG_WIDTH = 160
+
 app = typer.Typer(
     help="Moves a model's weights from the ranks that train it to the ranks that serve it.",
     no_args_is_help=True,
@@ -33,6 +35,12 @@ _DEMO_EPILOG = (
     "rdt demo --steps 2 --out /tmp/first\n\n"
     "rdt demo --dtype bfloat16 --mode snapshot --link prepared\n\n"
     "rdt demo --model path/to/checkpoint --engine vllm:tp=2 --json > report.json"
+)
+
+_BENCH_EPILOG = (
+    "[bold]Examples[/bold]\n\n"
+    "rdt bench\n\n"
+    "rdt bench --model qwen3-8b --trainer fsdp:ranks=1 --device cuda --modes live --links mapped,prepared"
 )
 
 
@@ -87,6 +95,38 @@ def demo(
             raise typer.Exit(1) from error
 
 
+@app.command(epilog=_BENCH_EPILOG)
+def bench(
+    model: Annotated[str, typer.Option(metavar="NAME", help="Whose shapes.")] = "smollm2-135m",
+    trainer: Annotated[str, typer.Option(metavar="fsdp:ranks=N", help="Source ranks.")] = "fsdp:ranks=2",
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where all weights lie.")] = "cpu",
+    modes: Annotated[
+        str, typer.Option(metavar="LIST", help="Publish modes, comma-separated.")
+    ] = "live,snapshot,bucket",
+    links: Annotated[str, typer.Option(metavar="LIST", help="Link kinds, comma-separated.")] = "mapped,prepared,ray",
+    rounds: Annotated[int, typer.Option(help="Syncs after the first, for each combination.", min=1)] = 5,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Measure syncs next to one copy of the same bytes, in the same run.
+
+    Synthetic source ranks and one reader with a named model's real shapes, through the real planner and links.
+    """
+    from .bench_show import bench_command
+
+    target = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), _terminable():
+        try:
+            bench_command(
+                target, model=model, trainer=trainer, device=device, modes=modes, links=links, rounds=rounds, json=json
+            )
+        except OptionError as error:
+            typer.echo(f"rdt bench: {error}", err=True)
+            raise typer.Exit(2) from error
+        except RdtError as error:
+            typer.echo(f"rdt bench failed: {type(error).__name__}: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
 def _demo_json(options: DemoOptions, target: Any) -> None:
     from .demo.loop import run
 
@@ -101,7 +141,8 @@ def _demo_show(options: DemoOptions, target: Any) -> None:
     from .demo.loop import run
     from .demo.show import Show, table
 
-    console = Console(file=target)
+    # a file has no width: a table that is wrapped for a terminal of 80 columns is hard to read in a log
+    console = Console(file=target, width=None if target.isatty() else LOG_WIDTH)
     with Show(console, options.steps) as show:
         outcome = run(options, show)
     console.print(table(outcome.report.steps, outcome.first_reward, outcome.first_error))

@@ -177,6 +177,8 @@ class LocalControl(Control):
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise _no_answer(self.group, method, limit_s) from None
+        except concurrent.futures.CancelledError:
+            raise SyncError(f"the coordinator of group {self.group!r} was closed while {method} was waiting") from None
 
     def close(self) -> None:
         """Stops the event loop; calls that wait end with a SyncError. Idempotent."""

@@ -86,7 +86,7 @@ class Memory:
     def __del__(self) -> None:
         try:
             _call(self._release, ctypes.c_uint64(self._base))
-        except Exception:  # noqa: BLE001  the context may be gone when the interpreter ends; then the memory is too
+        except Exception:  # the context may be gone when the interpreter ends; then the memory is too
             return
 
 

@@ -8,20 +8,28 @@ left of the chain to replay. Refused: ops outside `OPS`, and arguments that do n
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 from .errors import GeometryError
+from .strided import OPS, Chain, Op, Shape, Strided, check_op, index_items, ints, is_slice, op_shape, row_major, step
 
-#: One view op: its name and the positional arguments after the tensor. A slice inside the arguments is written
-#: `("slice", start, stop, step)`; ints, None and Ellipsis stand for themselves.
-Op = tuple[str, tuple[Any, ...]]
-Chain = tuple[Op, ...]
-Shape = tuple[int, ...]
-
-T = TypeVar("T")
+__all__ = [
+    "OPS",
+    "Box",
+    "Chain",
+    "Op",
+    "View",
+    "chain_shape",
+    "format_chain",
+    "op_shape",
+    "replay",
+    "resolve",
+    "row_major",
+    "subtract",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,72 +150,6 @@ class View:
         return replay(elements.permute(self.axes).reshape(self.shape), self.rest)
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """A strided view of the virtual row-major array, in elements. Strides mean nothing where the view is empty."""
-
-    offset: int
-    shape: Shape
-    strides: Shape
-
-    def narrowed(self, dim: int, start: int, length: int) -> _State:
-        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
-        return _State(self.offset + start * self.strides[dim], shape, self.strides)
-
-    def selected(self, dim: int, index: int) -> _State:
-        return self.narrowed(dim, index, 1).without((dim,))
-
-    def without(self, dims: Iterable[int]) -> _State:
-        keep = [axis for axis in range(len(self.shape)) if axis not in set(dims)]
-        return self.ordered(keep)
-
-    def ordered(self, dims: Sequence[int]) -> _State:
-        return _State(self.offset, tuple(self.shape[d] for d in dims), tuple(self.strides[d] for d in dims))
-
-    def unsqueezed(self, dim: int) -> _State:
-        shape = (*self.shape[:dim], 1, *self.shape[dim:])
-        return _State(self.offset, shape, (*self.strides[:dim], 0, *self.strides[dim:]))
-
-    def runs(self) -> list[tuple[int, int]]:
-        """(size, stride) of the axes in order, without those of size 1, neighbours merged where they continue."""
-        runs: list[tuple[int, int]] = []
-        for size, stride in zip(self.shape, self.strides, strict=True):
-            if size == 1:
-                continue
-            if runs and runs[-1][1] == size * stride:
-                runs[-1] = (runs[-1][0] * size, stride)
-            else:
-                runs.append((size, stride))
-        return runs
-
-    def reshaped(self, shape: Shape) -> _State | None:
-        """The same elements in another shape, or None where no strides can say that without a copy."""
-        if 0 in shape:
-            return _State(self.offset, shape, row_major(shape))
-        runs = self.runs()
-        strides = [0] * len(shape)
-        left, stride = 1, 0
-        for axis in reversed(range(len(shape))):
-            if shape[axis] == 1:
-                continue
-            if left == 1:
-                left, stride = runs.pop()
-            if left % shape[axis]:
-                return None
-            strides[axis] = stride
-            left //= shape[axis]
-            stride *= shape[axis]
-        return _State(self.offset, shape, tuple(strides))
-
-
-def row_major(shape: Sequence[int]) -> Shape:
-    """The strides, in elements, of a contiguous tensor of this shape."""
-    strides = [1] * len(shape)
-    for axis in reversed(range(len(shape) - 1)):
-        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
-    return tuple(strides)
-
-
 def resolve(shape: Sequence[int], chain: Chain) -> View:
     """Finds what a chain takes of a tensor.
 
@@ -223,11 +165,11 @@ def resolve(shape: Sequence[int], chain: Chain) -> View:
         GeometryError: an op that is not in `OPS`, or arguments that do not fit; names the op and its position.
     """
     full = tuple(shape)
-    states: list[_State] = [_State(0, full, row_major(full))]
+    states: list[Strided] = [Strided(0, full, row_major(full))]
     current, strided = full, True
     for position, op in enumerate(chain):
         try:
-            after = _step(states[-1], op) if strided else None
+            after = step(states[-1], op) if strided else None
             if after is None:
                 strided = False
                 current = op_shape(current, op)
@@ -256,7 +198,7 @@ def format_chain(chain: Chain) -> str:
     return "".join(f".{name}({', '.join(map(str, args))})" for name, args in chain) or "(no op)"
 
 
-def _as_box(state: _State, full: Shape) -> tuple[Box, tuple[int, ...]] | None:
+def _as_box(state: Strided, full: Shape) -> tuple[Box, tuple[int, ...]] | None:
     """The box and axis order that give the state's elements in its order, or None if there are none such."""
     rank = len(full)
     if 0 in state.shape:
@@ -289,243 +231,6 @@ def _as_box(state: _State, full: Shape) -> tuple[Box, tuple[int, ...]] | None:
     return Box(offset, tuple(extent)), tuple(order)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _ints(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Arguments that may come one by one or as one sequence."""
-    if len(args) == 1 and isinstance(args[0], (tuple, list)):
-        args = tuple(args[0])
-    if not all(map(_is_int, args)):
-        raise GeometryError(f"{name} takes ints, found {args}")
-    return args
-
-
-def _fixed(name: str, args: tuple[Any, ...], low: int, high: int) -> tuple[int, ...]:
-    if not low <= len(args) <= high or not all(map(_is_int, args)):
-        expected = str(low) if low == high else f"{low} to {high}"
-        raise GeometryError(f"{name} takes {expected} ints, found {args}")
-    return args
-
-
-def _dim(name: str, dim: int, rank: int) -> int:
-    if not -rank <= dim < rank:
-        raise GeometryError(f"{name}: dimension {dim} is out of range for {rank} axes")
-    return dim % rank
-
-
-def _dim_or_scalar(name: str, dim: int, rank: int) -> int:
-    """As torch does, dimensions 0 and -1 of a tensor without axes are let through."""
-    return _dim(name, dim, max(rank, 1))
-
-
-def _narrow(state: _State, args: tuple[Any, ...]) -> _State:
-    dim, start, length = _fixed("narrow", args, 3, 3)
-    dim = _dim("narrow", dim, len(state.shape))
-    size = state.shape[dim]
-    first = start + size if start < 0 else start
-    if not 0 <= first <= size or length < 0 or first + length > size:
-        raise GeometryError(f"narrow: {length} elements from {start} leave axis {dim} of {size}")
-    return state.narrowed(dim, first, length)
-
-
-def _select(state: _State, args: tuple[Any, ...]) -> _State:
-    dim, index = _fixed("select", args, 2, 2)
-    dim = _dim("select", dim, len(state.shape))
-    return state.selected(dim, _index("select", index, dim, state.shape[dim]))
-
-
-def _index(name: str, index: int, dim: int, size: int) -> int:
-    if not -size <= index < size:
-        raise GeometryError(f"{name}: index {index} is out of range for axis {dim} of {size}")
-    return index % size
-
-
-def _new_shape(name: str, shape: Shape, args: tuple[Any, ...]) -> Shape:
-    wanted = _ints(name, args)
-    numel, known = prod(shape), prod(size for size in wanted if size != -1)
-    if any(size < -1 for size in wanted) or wanted.count(-1) > 1:
-        raise GeometryError(f"{name}: {wanted} is not a shape")
-    if -1 in wanted:
-        if known == 0 or numel % known:
-            raise GeometryError(f"{name}: {numel} elements do not fit the shape {wanted}")
-        return tuple(numel // known if size == -1 else size for size in wanted)
-    if known != numel:
-        raise GeometryError(f"{name}: {numel} elements do not fit the shape {wanted}")
-    return wanted
-
-
-def _reshape(state: _State, args: tuple[Any, ...]) -> _State | None:
-    return state.reshaped(_new_shape("reshape", state.shape, args))
-
-
-def _flat_shape(shape: Shape, args: tuple[Any, ...]) -> Shape:
-    given = _fixed("flatten", args, 0, 2)
-    rank = len(shape)
-    first = _dim_or_scalar("flatten", given[0] if given else 0, rank)
-    last = _dim_or_scalar("flatten", given[1] if len(given) == 2 else -1, rank)
-    if first > last:
-        raise GeometryError(f"flatten: the first dimension {first} comes after the last, {last}")
-    return (*shape[:first], prod(shape[first : last + 1]), *shape[last + 1 :])
-
-
-def _flatten(state: _State, args: tuple[Any, ...]) -> _State | None:
-    return state.reshaped(_flat_shape(state.shape, args))
-
-
-def _unsqueeze(state: _State, args: tuple[Any, ...]) -> _State:
-    (dim,) = _fixed("unsqueeze", args, 1, 1)
-    return state.unsqueezed(_dim("unsqueeze", dim, len(state.shape) + 1))
-
-
-def _squeeze(state: _State, args: tuple[Any, ...]) -> _State:
-    rank = len(state.shape)
-    dims = [_dim_or_scalar("squeeze", dim, rank) for dim in _ints("squeeze", args)] if args else range(rank)
-    return state.without([dim for dim in dims if dim < rank and state.shape[dim] == 1])
-
-
-def _transpose(state: _State, args: tuple[Any, ...]) -> _State:
-    rank = len(state.shape)
-    first, second = (_dim_or_scalar("transpose", dim, rank) for dim in _fixed("transpose", args, 2, 2))
-    order = list(range(rank))
-    if rank:
-        order[first], order[second] = order[second], order[first]
-    return state.ordered(order)
-
-
-def _t(state: _State, args: tuple[Any, ...]) -> _State:
-    _fixed("t", args, 0, 0)
-    if len(state.shape) > 2:
-        raise GeometryError(f"t takes a tensor of at most 2 axes, found shape {state.shape}")
-    return state.ordered(range(len(state.shape))[::-1])
-
-
-def _permute(state: _State, args: tuple[Any, ...]) -> _State:
-    rank = len(state.shape)
-    dims = [_dim("permute", dim, rank) for dim in _ints("permute", args)]
-    if sorted(dims) != list(range(rank)):
-        raise GeometryError(f"permute: {args} is not an order of {rank} axes")
-    return state.ordered(dims)
-
-
-def _contiguous(state: _State, args: tuple[Any, ...]) -> _State:
-    # the elements and their order stay; a later view of the copy is `reshaped`, which ends the prefix if it must
-    _fixed("contiguous", args, 0, 0)
-    return state
-
-
-def _to(state: _State, args: tuple[Any, ...]) -> None:
-    if len(args) != 1 or not isinstance(args[0], str):
-        raise GeometryError(f"to takes the name of a dtype, found {args}")
-
-
-def _is_slice(item: Any) -> bool:
-    return isinstance(item, tuple) and len(item) == 4 and item[0] == "slice"
-
-
-def _items(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The index items of `__getitem__`, whether recorded one by one or as the one tuple that Python hands over."""
-    if len(args) == 1 and isinstance(args[0], tuple) and not _is_slice(args[0]):
-        return args[0]
-    return args
-
-
-def _getitem(state: _State, args: tuple[Any, ...]) -> _State | None:
-    items = _items(args)
-    for item in items:
-        if not (item is None or item is Ellipsis or _is_int(item) or _is_slice(item)):
-            raise GeometryError(f"indexing takes ints, slices, None and one Ellipsis, found {item!r}")
-    rank, used = len(state.shape), sum(1 for item in items if item is not None and item is not Ellipsis)
-    gaps = sum(1 for item in items if item is Ellipsis)
-    if used > rank or gaps > 1:
-        raise GeometryError(f"the index {items} does not fit the shape {state.shape}")
-    stepped = False
-    axis = 0
-    for item in items:
-        if item is None:
-            state = state.unsqueezed(axis)
-            axis += 1
-        elif item is Ellipsis:
-            axis += rank - used
-        elif _is_int(item):
-            state = state.selected(axis, _index("indexing", item, axis, state.shape[axis]))
-        else:
-            start, length, step = _bounds(item, state.shape[axis])
-            stepped |= step != 1
-            # with a step only the shape is meant, never the offset: the caller ends the prefix here
-            state = state.narrowed(axis, start, length)
-            axis += 1
-    return _Stepped(state.offset, state.shape, state.strides) if stepped else state
-
-
-class _Stepped(_State):
-    """A state of which only the shape is right, because a slice with a step was taken."""
-
-    __slots__ = ()
-
-
-def _bounds(item: tuple[Any, ...], size: int) -> tuple[int, int, int]:
-    """First index, number of elements and step of an encoded slice on an axis of `size`."""
-    if not all(value is None or _is_int(value) for value in item[1:]):
-        raise GeometryError(f"a slice takes ints or None, found {item}")
-    if item[3] is not None and item[3] <= 0:
-        raise GeometryError(f"a slice takes a step of at least 1, found {item}")
-    indices = range(*slice(*item[1:]).indices(size))
-    return (min(indices.start, size), len(indices), indices.step)
-
-
-_STEPS: dict[str, Callable[[_State, tuple[Any, ...]], _State | None]] = {
-    "narrow": _narrow,
-    "view": _reshape,
-    "reshape": _reshape,
-    "__getitem__": _getitem,
-    "select": _select,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
-    "t": _t,
-    "permute": _permute,
-    "flatten": _flatten,
-    "contiguous": _contiguous,
-    "to": _to,
-}
-
-#: The closed list of ops that a chain may hold. `to` stands for casts only: its one argument names a dtype.
-OPS: frozenset[str] = frozenset(_STEPS)
-
-
-def _check(op: Op) -> tuple[str, tuple[Any, ...]]:
-    if not (isinstance(op, tuple) and len(op) == 2 and isinstance(op[0], str) and isinstance(op[1], tuple)):
-        raise GeometryError(f"an op is a name and a tuple of arguments, found {op!r}")
-    if op[0] not in OPS:
-        raise GeometryError(f"{op[0]!r} is not a view op; known: {', '.join(sorted(OPS))}")
-    return op
-
-
-def _step(state: _State, op: Op) -> _State | None:
-    """The state after one op, or None where it is not strided over the array any more."""
-    name, args = _check(op)
-    after = _STEPS[name](state, args)
-    return None if isinstance(after, _Stepped) else after
-
-
-def op_shape(shape: Sequence[int], op: Op) -> Shape:
-    """The shape after one op, as torch gives it.
-
-    Raises:
-        GeometryError: the op is not in `OPS`, or its arguments do not fit `shape`.
-    """
-    name, args = _check(op)
-    before = tuple(shape)
-    if name in ("view", "reshape"):
-        return _new_shape(name, before, args)
-    if name == "flatten":
-        return _flat_shape(before, args)
-    after = _STEPS[name](_State(0, before, row_major(before)), args)
-    return before if after is None else after.shape
-
-
 def replay(tensor: Any, chain: Chain) -> Any:
     """Applies a chain with the tensor's own methods.
 
@@ -540,15 +245,15 @@ def replay(tensor: Any, chain: Chain) -> Any:
         GeometryError: an op that is not in `OPS`, or does not fit the tensor's shape.
     """
     for op in chain:
-        name, args = _check(op)
+        name, args = check_op(op)
         shape = op_shape(tensor.shape, op)
         if name in ("view", "reshape", "flatten"):
             # the recorded tensor may have been contiguous where this one is not, so a plain `view` could fail
             tensor = tensor.reshape(shape)
         elif name == "__getitem__":
-            tensor = tensor[tuple(slice(*item[1:]) if _is_slice(item) else item for item in _items(args))]
+            tensor = tensor[tuple(slice(*item[1:]) if is_slice(item) else item for item in index_items(args))]
         elif name == "permute":
-            tensor = tensor.permute(_ints(name, args))
+            tensor = tensor.permute(ints(name, args))
         elif name == "to":
             tensor = tensor.to(_dtype(args[0]))
         else:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
+import psutil
 import torch
 
 from . import cudadriver
@@ -66,8 +68,8 @@ class Arena:
         start = -(-self.used // align) * align
         if nbytes < 0 or start + nbytes > self.nbytes:
             raise TransportError(
-                f"an arena of {self.nbytes} bytes on {self.device} with {self.used} handed out has no room for {nbytes} more "
-                f"(aligned to {align}); make the arena larger"
+                f"an arena of {self.nbytes} bytes on {self.device} with {self.used} handed out has no room for "
+                f"{nbytes} more (aligned to {align}); make the arena larger"
             )
         self.used = start + nbytes
         return start, self.tensor[start : start + nbytes]
@@ -78,12 +80,32 @@ class Arena:
         return self.nbytes - self.used
 
 
+def _available() -> int:
+    """Bytes of memory that this process may still take: what the machine has left, or its container's limit if less."""
+    least = psutil.virtual_memory().available
+    for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for folder in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")):
+            try:
+                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue  # another version of control groups, or no limit ("max")
+            # pages of files are given back when memory is needed
+            least = min(least, most - used + int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0)))
+    return max(least, 0)
+
+
 def _anonymous(nbytes: int) -> torch.Tensor:
+    available = _available()
+    if nbytes > available:
+        # a memory file has no limit of its own: reserving it takes page after page until the kernel ends processes,
+        # and not only this one
+        raise TransportError(f"no shared memory of {nbytes} bytes can be made: {available} bytes are available")
     fd = os.memfd_create("rdt", os.MFD_CLOEXEC)
     try:
         # reserved now: a memory file that only grows when touched kills the process when the machine runs out
         os.posix_fallocate(fd, 0, nbytes)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
         raise TransportError(f"no shared memory of {nbytes} bytes can be made: {error}") from error
     finally:
@@ -93,7 +115,7 @@ def _anonymous(nbytes: int) -> torch.Tensor:
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """Returns all of `storage` as a 1-D uint8 tensor that shares its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def share(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .columns import COLUMNS, Columns, find_overlap, merge, run_bytes, sort, to_rows
+from .columns import COLUMNS, Columns, merge, run_bytes, sort, to_rows
+from .coverage import TakenBox, check_taken, untaken
 from .errors import CoverageError
 from .geometry import Box, Chain, View, chain_shape, format_chain, resolve, row_major, subtract
 from .layout import groups
+from .overlap import find_overlap
+from .pieces import Job, Pieces, intersect, padded
 from .routing import Route, Routing
-from .wire import DTYPE_BYTES, TensorMeta
+from .wire import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from .tracing import Slice, Trace
@@ -29,10 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "Columns", "Plan", "Staged", "check_taken", "make_plan", "untaken"]
 
 Array = np.ndarray
-TakenBox = tuple[int, Box]
-
-#: most pairs of (slice, shard) that are intersected at once: bounds the memory, not the result
-PAIRS_AT_ONCE = 1 << 20
 
 
 class SizedDestination(Protocol):
@@ -135,31 +134,6 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Job:
-    """A box that lands in a strided region of a destination."""
-
-    tensor: int
-    box: Box
-    destination: int
-    offset: int  # bytes
-    strides: tuple[int, ...]  # bytes, by axis of the box
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """Intersections of jobs and shards, as N-D copies; [N] or [N, D] int64."""
-
-    job: Array
-    box: Array  # index into the route
-    shape: Array
-    source_offset: Array  # bytes
-    source_strides: Array
-    destination_offset: Array
-    destination_strides: Array
-    item: Array
-
-
-@dataclass(slots=True)
 class _Draft:
     """What is collected while the slices are looked at one by one."""
 
@@ -167,7 +141,7 @@ class _Draft:
     indices: dict[str, int]
     keys: dict[str, int]
     sizes: list[int]
-    jobs: list[_Job] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     job_slices: list[int] = field(default_factory=list)  # first slice that each job serves
     staging: dict[TakenBox, int] = field(default_factory=dict)  # job number
     replays: list[tuple[int, int, View]] = field(default_factory=list)  # (slice, job, view)
@@ -182,7 +156,7 @@ class _Draft:
             self.keys[key] = len(self.sizes)
             self.sizes.append(view.box.numel * item)
             strides = tuple(stride * item for stride in row_major(view.box.shape))
-            self.jobs.append(_Job(tensor, view.box, self.keys[key], 0, strides))
+            self.jobs.append(Job(tensor, view.box, self.keys[key], 0, strides))
             self.job_slices.append(number)
         self.replays.append((number, job, view))
 
@@ -207,11 +181,11 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
     """
     slices = tuple(dict.fromkeys(trace.slices))
     draft = _look_at(slices, destinations, routing, route)
-    pieces = _intersect(draft.jobs, routing, route)
+    pieces = intersect(draft.jobs, routing, route)
     scattered = _scattered(draft, pieces)
     if scattered:
         draft = _look_at(slices, destinations, routing, route, scattered)
-        pieces = _intersect(draft.jobs, routing, route)
+        pieces = intersect(draft.jobs, routing, route)
     _check_covered(draft, pieces, routing, route)
 
     names = groups([meta.name for meta in routing.tensors])
@@ -268,14 +242,16 @@ def _look_at(
         tensor = draft.indices.get(part.name)
         if tensor is None:
             raise CoverageError(
-                f"{route.reader} wants {part.name!r} for {part.destination!r}, but no source rank declares that tensor; "
-                f"closest of {len(draft.indices)} names: {', '.join(get_close_matches(part.name, draft.indices, 3, 0)) or 'none'}"
+                f"{route.reader} wants {part.name!r} for {part.destination!r}, but no source rank declares it; "
+                f"closest of {len(draft.indices)} names: "
+                + (", ".join(get_close_matches(part.name, draft.indices, 3, 0)) or "none")
             )
         if part.destination not in draft.keys:
             raise CoverageError(f"{route.reader}: {part.name!r} lands in {part.destination!r}, which is no destination")
         if part.dtype not in DTYPE_BYTES:
             raise CoverageError(
-                f"{route.reader}: {part.name!r} lands in {part.destination!r} of dtype {part.dtype!r}; known: {', '.join(DTYPE_BYTES)}"
+                f"{route.reader}: {part.name!r} lands in {part.destination!r} of dtype {part.dtype!r}; "
+                f"known: {', '.join(DTYPE_BYTES)}"
             )
         meta = routing.tensors[tensor]
         found = views.get((meta.shape, part.chain))
@@ -285,8 +261,8 @@ def _look_at(
         view, wide = found
         if _wide(part.shape) != wide:
             raise CoverageError(
-                f"{route.reader}: {part.name!r}{format_chain(part.chain)} has shape {_final_shape(view)} and lands in shape "
-                f"{part.shape} of {part.destination!r}; a copy that broadcasts or reshapes is refused, write exactly what was taken"
+                f"{route.reader}: {_name(part)} has shape {_final_shape(view)} and lands in shape {part.shape} of "
+                f"{part.destination!r}; a copy that broadcasts or reshapes is refused, write exactly what was taken"
             )
         if 0 in part.shape:
             continue
@@ -298,11 +274,15 @@ def _look_at(
                 axes, [s for s, n in zip(part.strides, part.shape, strict=True) if n != 1], strict=True
             ):
                 strides[axis] = stride * item
-            draft.jobs.append(_Job(tensor, view.box, draft.keys[part.destination], part.offset * item, tuple(strides)))
+            draft.jobs.append(Job(tensor, view.box, draft.keys[part.destination], part.offset * item, tuple(strides)))
             draft.job_slices.append(number)
         else:
             draft.stage(number, tensor, view)
     return draft
+
+
+def _name(part: Slice) -> str:
+    return repr(part.name) + (format_chain(part.chain) if part.chain else "")
 
 
 def _final_shape(view: View) -> tuple[int, ...]:
@@ -313,74 +293,7 @@ def _wide(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> Array:
-    return np.array([(*row, *(fill,) * (width - len(row))) for row in rows], np.int64).reshape(len(rows), width)
-
-
-def _intersect(jobs: Sequence[_Job], routing: Routing, route: Route) -> _Pieces:
-    """Every job's box with every shard of its tensor that shares elements with it."""
-    width = route.offset.shape[1]
-    tensor = np.array([job.tensor for job in jobs], np.int64)
-    low = _padded([job.box.offset for job in jobs], width, 0)
-    high = low + _padded([job.box.shape for job in jobs], width, 1)
-    base = np.array([job.offset for job in jobs], np.int64)
-    pitch = _padded([job.strides for job in jobs], width, 0)
-    item = np.array([DTYPE_BYTES[meta.dtype] for meta in routing.tensors], np.int64)[tensor]
-    first, last = _candidates(route, tensor, low, high)
-    counts = np.maximum(last - first, 0)
-    ends = np.cumsum(counts)
-    parts: list[_Pieces] = []
-    start = 0
-    while start < len(jobs):
-        done = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, done + PAIRS_AT_ONCE, side="right")))
-        number = counts[start:stop]
-        job = np.repeat(np.arange(start, stop), number)
-        box = np.arange(len(job)) - np.repeat(np.cumsum(number) - number, number) + first[job]
-        begin = np.maximum(low[job], route.offset[box])
-        shape = np.minimum(high[job], route.offset[box] + route.shape[box]) - begin
-        meet = (shape > 0).all(axis=1)
-        job, box, begin, shape = job[meet], box[meet], begin[meet], shape[meet]
-        strides = route.stride[box] * item[job][:, None]
-        parts.append(
-            _Pieces(
-                job=job,
-                box=box,
-                shape=shape,
-                source_offset=route.byte_offset[box] + ((begin - route.offset[box]) * strides).sum(axis=1),
-                source_strides=strides,
-                destination_offset=base[job] + ((begin - low[job]) * pitch[job]).sum(axis=1),
-                destination_strides=pitch[job],
-                item=item[job],
-            )
-        )
-        start = stop
-    if len(parts) == 1:
-        return parts[0]
-    none = np.zeros(0, np.int64)
-    flat = np.zeros((0, width), np.int64)
-    parts = parts or [_Pieces(none, none, flat, none, flat, none, flat, none)]
-    return _Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in _Pieces.__slots__))
-
-
-def _candidates(route: Route, tensor: Array, low: Array, high: Array) -> tuple[Array, Array]:
-    """The stretch of the route's boxes that can meet each job: exact where a tensor is split along one axis only."""
-    axis = route.axis[route.tensor]
-    every = np.arange(len(route.tensor))
-    starts = route.offset[every, axis]
-    stops = starts + route.shape[every, axis]
-    # tensors on one line, each on a stretch of its own that no offset or end leaves
-    stretch = int(stops.max()) + 1 if len(stops) else 1
-    line = route.tensor * stretch
-    reach = np.maximum.accumulate(line + stops)
-    along = route.axis[tensor]
-    mine = np.arange(len(tensor))
-    first = np.searchsorted(reach, tensor * stretch + low[mine, along], side="right")
-    last = np.searchsorted(line + starts, tensor * stretch + high[mine, along], side="left")
-    return first, last
-
-
-def _scattered(draft: _Draft, pieces: _Pieces) -> frozenset[int]:
+def _scattered(draft: _Draft, pieces: Pieces) -> frozenset[int]:
     """Slices that would travel element by element although their owner has longer runs of them."""
     several = pieces.shape > 1
     runs_at_source = (several & (pieces.source_strides == pieces.item[:, None])).any(axis=1)
@@ -390,7 +303,7 @@ def _scattered(draft: _Draft, pieces: _Pieces) -> frozenset[int]:
     return frozenset(draft.job_slices[job] for job in jobs.tolist() if job not in staging)
 
 
-def _check_covered(draft: _Draft, pieces: _Pieces, routing: Routing, route: Route) -> None:
+def _check_covered(draft: _Draft, pieces: Pieces, routing: Routing, route: Route) -> None:
     """Each job's box must be met by shards exactly once."""
     found = np.zeros(len(draft.jobs), np.int64)
     np.add.at(found, pieces.job, pieces.shape.prod(axis=1))
@@ -407,8 +320,8 @@ def _check_covered(draft: _Draft, pieces: _Pieces, routing: Routing, route: Rout
     missing = subtract(job.box, shards)
     what = f"elements {missing[0]} have no owner" if missing else "elements have more than one owner"
     raise CoverageError(
-        f"{route.reader} wants {job.box} of {meta.name!r}, shape {meta.shape}: {what}; expected {int(expected[wrong[0]])} elements, "
-        f"found {int(found[wrong[0]])} in {len(shards)} shards"
+        f"{route.reader} wants {job.box} of {meta.name!r}, shape {meta.shape}: {what}; "
+        f"expected {int(expected[wrong[0]])} elements, found {int(found[wrong[0]])} in {len(shards)} shards"
     )
 
 
@@ -418,8 +331,8 @@ def _check_destinations(columns: Columns, owner: Array, slices: Sequence[Slice],
     targets = [slices[number] for number in numbers.tolist()]
     width = max([1, *(len(part.shape) for part in targets)])
     item = np.array([DTYPE_BYTES[part.dtype] for part in targets], np.int64)
-    strides = _padded([part.strides for part in targets], width, 0) * item[:, None]
-    rows = to_rows(_padded([part.shape for part in targets], width, 1), strides, strides, item)
+    strides = padded([part.strides for part in targets], width, 0) * item[:, None]
+    rows = to_rows(padded([part.shape for part in targets], width, 1), strides, strides, item)
     keys = np.array([draft.keys[part.destination] for part in targets], np.int64)
     offsets = np.array([part.offset for part in targets], np.int64) * item
     key = np.concatenate([columns.destination, keys[rows.parent]])
@@ -434,20 +347,20 @@ def _check_destinations(columns: Columns, owner: Array, slices: Sequence[Slice],
     if len(outside):
         part = slices[int(owner[outside[0]])]
         raise CoverageError(
-            f"{route.reader}: {part.name!r}{format_chain(part.chain)} would be written to bytes {int(offset[outside[0]])} to "
+            f"{route.reader}: {_name(part)} would be written to bytes {int(offset[outside[0]])} to "
             f"{int(end[outside[0]])} of {part.destination!r}, which has {draft.sizes[int(key[outside[0]])]} bytes"
         )
     clash = find_overlap(key, offset, pitch, count, row_bytes)
     if clash is not None:
         one, other = (slices[int(owner[index])] for index in clash)
         raise CoverageError(
-            f"{route.reader}: {one.name!r}{format_chain(one.chain)} and {other.name!r}{format_chain(other.chain)} write the same bytes "
-            f"of {one.destination!r}, from byte {max(int(offset[index]) for index in clash)} on; the loader must write each byte once, "
-            f"or the source must leave one of the two out"
+            f"{route.reader}: {_name(one)} and {_name(other)} write the same bytes of {one.destination!r}, from byte "
+            f"{max(int(offset[index]) for index in clash)} on; the loader must write each byte once, or the source must "
+            f"leave one of the two out"
         )
 
 
-def _staged(part: Slice, view: View, draft: _Draft, job: _Job, group_of: Mapping[str, int], last_round: int) -> Staged:
+def _staged(part: Slice, view: View, draft: _Draft, job: Job, group_of: Mapping[str, int], last_round: int) -> Staged:
     return Staged(
         name=part.name,
         box=view.box,
@@ -505,54 +418,3 @@ def _finish(
         bytes_by_source=dict(zip(sources.tolist(), totals.tolist(), strict=True)),
         digest=digest.hexdigest(),
     )
-
-
-def untaken(
-    plans_taken: Iterable[Iterable[str]], tensors: Sequence[TensorMeta], ignored: Iterable[str] = ()
-) -> list[str]:
-    """Names that no rank of a replica takes anything of.
-
-    Args:
-        plans_taken: `Plan.taken` of every rank of one replica.
-        tensors: of the whole model.
-        ignored: names that need not be taken.
-    """
-    known = {name for taken in plans_taken for name in taken} | set(ignored)
-    return [meta.name for meta in tensors if meta.name not in known and 0 not in meta.shape]
-
-
-def check_taken(
-    boxes: Iterable[Iterable[TakenBox]], tensors: Sequence[TensorMeta], ignored: Iterable[str] = ()
-) -> None:
-    """Every element of every tensor must be taken by some rank of a replica.
-
-    Args:
-        boxes: `Plan.taken_boxes` of every rank of one replica.
-        tensors: of the whole model.
-        ignored: names that need not be taken.
-
-    Raises:
-        CoverageError: names the tensors that are not taken at all, and those that are taken in part with a box that is not.
-    """
-    by_tensor: dict[int, set[Box]] = {}
-    for taken in boxes:
-        for tensor, box in taken:
-            by_tensor.setdefault(tensor, set()).add(box)
-    skip = set(ignored)
-    wrong: list[str] = []
-    for index, meta in enumerate(tensors):
-        if meta.name in skip or 0 in meta.shape:
-            continue
-        held = by_tensor.get(index, set())
-        full = Box.full(meta.shape)
-        if full in held:
-            continue
-        left = subtract(full, sorted(held, key=lambda box: (box.offset, box.shape)))
-        if left:
-            wrong.append(f"{meta.name!r} (elements {left[0]} of shape {meta.shape})" if held else repr(meta.name))
-    if wrong:
-        shown = ", ".join(wrong[:20]) + (f" and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-        raise CoverageError(
-            f"no engine rank of the replica takes {len(wrong)} of {len(tensors)} checkpoint tensors: {shown}; "
-            f"if the engine has no use for them, name them in `ignored`"
-        )

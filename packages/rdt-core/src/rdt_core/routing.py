@@ -72,8 +72,8 @@ class Routing:
         rounds: number of rounds of a sync.
 
     Raises:
-        CoverageError: ranks are missing or come twice, ranks disagree about the tensors or the rounds, boxes of a tensor
-            overlap without being equal, or elements of a tensor have no owner; names the tensor, boxes and ranks.
+        CoverageError: ranks are missing or come twice, ranks disagree about the tensors or the rounds, boxes of a
+            tensor overlap without being equal, or elements have no owner; names the tensor, boxes and ranks.
     """
 
     def __init__(self, manifests: Sequence[SourceManifest]) -> None:
@@ -147,13 +147,14 @@ class Routing:
         if clash is not None:
             (one, ranks), (other, others) = held[clash[0]], held[clash[1]]
             raise CoverageError(
-                f"shards of {meta.name!r} overlap without being equal: {one} of source rank {_ranks(ranks)} and {other} of "
-                f"source rank {_ranks(others)}, shape {meta.shape}{more}; declare equal boxes for replicas and disjoint ones else"
+                f"shards of {meta.name!r}, shape {meta.shape}, overlap without being equal: {one} of source rank "
+                f"{_ranks(ranks)} and {other} of source rank {_ranks(others)}{more}; replicas must declare equal boxes, "
+                f"and all others disjoint ones"
             )
         missing = subtract(Box.full(meta.shape), (box for box, _ in held))[0]
         raise CoverageError(
-            f"no source rank holds elements {missing} of tensor {meta.name!r}, shape {meta.shape}; {len(held)} boxes are held by "
-            f"{self.world_size} source ranks{more}; declare the missing shard, or leave the tensor out of the metadata"
+            f"no source rank holds elements {missing} of tensor {meta.name!r}, shape {meta.shape}; {self.world_size} source "
+            f"ranks hold {len(held)} boxes of it{more}; declare the missing shard, or leave the tensor out of the metadata"
         )
 
     def choose(self, reader_index: int, reader_count: int, node: NodeMeta | None = None) -> Route:
@@ -245,8 +246,8 @@ def _explain_tensors(one: SourceManifest, other: SourceManifest) -> None:
     for index, (mine, theirs) in enumerate(zip(one.tensors, other.tensors, strict=False)):
         if mine != theirs:
             raise CoverageError(
-                f"source ranks {one.rank} and {other.rank} disagree about tensor {index}: {mine.name!r} {mine.shape} {mine.dtype} "
-                f"and {theirs.name!r} {theirs.shape} {theirs.dtype}; {way_out}"
+                f"source ranks {one.rank} and {other.rank} disagree about tensor {index}: {mine.name!r} {mine.shape} "
+                f"{mine.dtype} and {theirs.name!r} {theirs.shape} {theirs.dtype}; {way_out}"
             )
     longer, extra = (one, len(other.tensors)) if len(one.tensors) > len(other.tensors) else (other, len(one.tensors))
     raise CoverageError(

@@ -31,9 +31,10 @@ def _step(x: StandIn, twin: torch.Tensor, op: Op) -> StandIn:
 
 
 def _join(parts: Sequence[StandIn], axis: int, twin: torch.Tensor) -> StandIn:
-    if len(parts) == 1:
-        return parts[0]
     first = parts[0]
+    if len(parts) == 1:
+        # The one part that is left still has the strides of the whole, as it would have in torch.
+        return StandIn.make(first.recorder, first.origin, twin, first.device, first.parts, first.axis)
     return StandIn.make(first.recorder, first.origin, twin, first.device, tuple(parts), axis)
 
 
@@ -106,17 +107,15 @@ def _permute(x: StandIn, dims: tuple[int, ...]) -> StandIn:
 
 def _reshape(x: StandIn, twin: torch.Tensor) -> StandIn:
     if twin.shape == x.twin.shape:
-        return x if twin.stride() == x.twin.stride() else _contiguous(x)
+        return x if twin.stride() == x.twin.stride() else _laid_out(x, twin)
     if x.parts:
         raise ValueError("a concatenation keeps its shape; reshape before concatenating")
     return _step(x, twin, ("reshape", tuple(twin.shape)))
 
 
-def _contiguous(x: StandIn) -> StandIn:
-    # The order of bytes in the checkpoint is not touched, so the chain does not change; the strides decide which
-    # later views torch would allow.
-    twin = x.twin.contiguous()
-    return _join(x.parts, x.axis, twin) if x.parts else _same(x, twin)
+def _laid_out(x: StandIn, twin: torch.Tensor) -> StandIn:
+    """The same elements in a copy with other strides, which decide what views torch would allow later."""
+    return StandIn.make(x.recorder, x.origin, twin, x.device, x.parts, x.axis)
 
 
 def _cast(x: StandIn, dtype: torch.dtype) -> StandIn:
@@ -158,6 +157,8 @@ def _on_unsqueeze(x: StandIn, dim: int) -> StandIn:
 
 @handles("squeeze")
 def _on_squeeze(x: StandIn, dim: int | tuple[int, ...] | None = None) -> StandIn:
+    if dim is not None:
+        x.twin.squeeze(dim)  # torch's own checks, of axes named twice too
     dims = range(x.twin.dim()) if dim is None else dim if isinstance(dim, tuple) else (dim,)
     for axis in sorted({_axis(x, d) for d in dims}, reverse=True):
         if axis < x.twin.dim() and x.twin.shape[axis] == 1:
@@ -174,15 +175,20 @@ def _on_transpose(x: StandIn, dim0: int, dim1: int) -> StandIn:
     return _permute(x, tuple(dims))
 
 
-@handles("t", "T")
-def _on_t(x: StandIn) -> StandIn:
-    if x.twin.dim() > 2:
-        raise ValueError(f"t and T are for at most 2 axes, not for {x.twin.dim()}")
+@handles("T")
+def _on_reverse(x: StandIn) -> StandIn:
     return _permute(x, tuple(reversed(range(x.twin.dim()))))
 
 
+@handles("t")
+def _on_t(x: StandIn) -> StandIn:
+    if x.twin.dim() > 2:
+        raise ValueError(f"t() is for at most 2 axes, not for {x.twin.dim()}")
+    return _on_reverse(x)
+
+
 @handles("mT")
-def _on_mt(x: StandIn) -> StandIn:
+def _on_matrix_transpose(x: StandIn) -> StandIn:
     return _on_transpose(x, -2, -1)
 
 
@@ -206,11 +212,14 @@ def _on_reshape(x: StandIn, *shape: Any, **named: Any) -> StandIn:
     return _reshape(x, x.twin.reshape(_ints(shape or (named["shape"],))))
 
 
-@handles("view_as", "reshape_as")
+@handles("view_as")
 def _on_view_as(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if isinstance(x, StandIn):
-        return _reshape(x, x.twin.reshape(other.shape))
     return x.view(other.shape)
+
+
+@handles("reshape_as")
+def _on_reshape_as(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return x.reshape(other.shape)
 
 
 @handles("flatten")
@@ -227,13 +236,17 @@ def _on_unflatten(x: StandIn, dim: int, sizes: Sequence[int]) -> StandIn:
 def _on_contiguous(x: StandIn, memory_format: torch.memory_format = torch.contiguous_format) -> StandIn:
     if memory_format is not torch.contiguous_format:
         raise ValueError(f"memory format {memory_format}")
-    return x if x.twin.is_contiguous() else _contiguous(x)
+    return x if x.twin.is_contiguous() else _laid_out(x, x.twin.contiguous())
 
 
-@handles("detach", "clone")
-def _on_detach(x: StandIn, *, memory_format: torch.memory_format = torch.preserve_format) -> StandIn:
-    # The same object would make `torch.nn.Parameter(x)` mark the stand-in itself; the mark is refused either way.
-    return x if memory_format is torch.preserve_format else _on_contiguous(x, memory_format)
+@handles("clone")
+def _on_clone(x: StandIn, *, memory_format: torch.memory_format = torch.preserve_format) -> StandIn:
+    return _laid_out(x, x.twin.clone(memory_format=memory_format))
+
+
+@handles("detach")
+def _on_detach(x: StandIn) -> StandIn:
+    return x
 
 
 @handles("requires_grad_")
@@ -353,7 +366,7 @@ def _on_type_as(x: StandIn, other: torch.Tensor) -> StandIn:
 
 
 def _caster(dtype: torch.dtype) -> Callable[..., StandIn]:
-    return lambda x, memory_format=torch.preserve_format: _on_detach(_cast(x, dtype), memory_format=memory_format)
+    return lambda x, memory_format=torch.preserve_format: _cast(x, dtype)
 
 
 for _name in ("float", "double", "half", "bfloat16", "int", "long", "short", "bool"):

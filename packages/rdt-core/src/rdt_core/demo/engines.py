@@ -23,11 +23,13 @@ class Completion:
     """What an engine generated for a prompt: token ids (with the stop token, if any) and their log-probabilities.
 
     `logprobs[i]` is the natural logarithm of the probability that the model itself gave to `tokens[i]`, before any
-    temperature or truncation.
+    temperature or truncation. `versions` are the weight versions that the engine says it sampled these tokens with
+    (None: those before the first sync); empty where it says nothing.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    versions: frozenset[int | None] = frozenset()
 
 
 class RolloutEngine(Protocol):

@@ -9,8 +9,11 @@ process with it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import signal
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -170,6 +173,11 @@ class _Batch:
         if len(pairs) != options.prompts * options.samples or not all(_whole(item) for _, item in pairs):
             raise DemoError(
                 f"version {version}: {engine.name} returned {len(pairs)} samples, or some without tokens or logprobs"
+            )
+        stamped = frozenset().union(*(item.versions for _, item in pairs))
+        if not stamped <= {version or None}:
+            raise DemoError(
+                f"version {version}: {engine.name} stamped its samples with versions {sorted(map(str, stamped))}"
             )
         rewards = [reward(self._tokenizer.decode(item.tokens, skip_special_tokens=True)) for _, item in pairs]
         samples = [
@@ -336,6 +344,7 @@ def _cluster(options: DemoOptions) -> Iterator[None]:
     if ray.is_initialized():
         raise DemoError("this process is connected to a Ray cluster already; the demo starts and ends one of its own")
     tp = options.engine_spec.get("tp")
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(
         address="local",  # never somebody's cluster that RAY_ADDRESS names: this one is shut down at the end
         num_cpus=options.trainer_spec.get("ranks") + tp + 1,  # logical: they take turns, so that two cores are enough
@@ -343,7 +352,11 @@ def _cluster(options: DemoOptions) -> Iterator[None]:
         namespace=NAMESPACE,
         log_to_driver=False,
         object_store_memory=OBJECT_STORE_BYTES,  # no weights pass through it
+        logging_level=logging.ERROR,  # it warns of the token that it makes for this very cluster
     )
+    if threading.current_thread() is threading.main_thread():
+        # Ray puts one of its own in place of the caller's
+        signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:

@@ -61,6 +61,7 @@ def draw(report: DemoReport, first_reward: float, path: Path) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     top.plot([0, *versions], [first_reward, *(step.reward for step in report.steps)], marker="o", color="#1f6fb2")
     top.set_ylabel("mean reward")
+    top.margins(y=0.1)
     top.set_ylim(bottom=0)
     top.set_title(f"{report.model}: trained by {report.trainer}, served by {report.engine}", fontsize=11)
     base = [0.0] * len(versions)
@@ -72,7 +73,7 @@ def draw(report: DemoReport, first_reward: float, path: Path) -> None:
     bottom.set_ylabel("sync, ms")
     bottom.set_xlabel("version")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    bottom.legend(fontsize=8, ncols=4)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=7, frameon=False)
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

@@ -127,11 +127,9 @@ def table(steps: Sequence[StepReport], first_reward: float, first_error: float) 
 
 
 def phases(step: StepReport) -> str:
-    """Returns a sync's phases in milliseconds; the total has a column of its own."""
-    parts = [
-        f"{name.replace('_', ' ')} {seconds * 1000:,.0f}" for name, seconds in step.phases.items() if name != "total"
-    ]
-    return ", ".join(parts)
+    """Returns a sync's phases in milliseconds, but for those below one and the total, which has its own column."""
+    shown = {name.replace("_", " "): 1000 * seconds for name, seconds in step.phases.items() if name != "total"}
+    return ", ".join(f"{name} {number:,.0f}" for name, number in shown.items() if number >= 1)
 
 
 def links(step: StepReport) -> str:

@@ -1,8 +1,9 @@
 """Moving bytes over one link: four kinds behind one small interface (see `base`).
 
-`local` stays inside a process, `mapped` copies out of memory of the same node, `prepared` posts NIXL reads that were made
-once, `ray` pulls Ray objects. Which kind a link gets is decided once, when it is made; a kind that cannot work says why
-and is never replaced by another behind the caller's back.
+`local` stays inside a process, `mapped` copies out of memory of the same node, `prepared` posts NIXL reads that were
+made once, `ray` pulls Ray objects. Which kind a link gets is decided once, when it is made; a kind that cannot work
+says why and is never replaced by another behind the caller's back. A process that uses `prepared` or `ray` has a NIXL
+agent, whose progress thread keeps a core busy from then on: make such endpoints only for links that need them.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ __all__ = [
 kinds: tuple[str, ...] = ("local", "mapped", "prepared", "ray")
 
 #: Bytes of a row below which packing at the owner beats reading the row by itself, by kind and device of the source.
-#: A piece costs a prepared NIXL transfer about 10 us over cuda_ipc and 3 us to 8 us over NVLink, and on a CPU (cma) 7 us to
-#: 10 us, whatever its size; packed, it costs 0.46 us on a GPU, plus its bytes twice more through memory at 1,800 GB/s (GPU)
-#: or some 10 GB/s (CPU). The two meet near 64 KiB on a CPU and some MiB on a GPU. A tensor in a Ray object costs 27 us and
-#: more, hence the higher numbers there. Copies out of mapped memory are batched where they run: nothing to gain by packing.
+#: A piece costs a prepared NIXL transfer about 10 us over cuda_ipc, 6 to 8 us over NVLink and some 5 us on a CPU (cma),
+#: whatever its size. Packed, it costs 0.46 us on a GPU, and its bytes go through memory twice more, at 1,880 GB/s (GPU)
+#: or some 10 GB/s (CPU). The two meet near 64 KiB on a CPU and at some MiB on a GPU. A tensor in a Ray object costs
+#: 27 us and more, hence the higher numbers there. Copies out of mapped memory are batched already: packing them gains
+#: nothing.
 DEFAULT_PACK_THRESHOLD: dict[tuple[str, str], int] = {
     ("local", "cpu"): 0,
     ("local", "cuda"): 0,
@@ -57,7 +59,12 @@ DEFAULT_PACK_THRESHOLD: dict[tuple[str, str], int] = {
 
 
 def pack_threshold(kind: str, device: str) -> int:
-    """Default bytes of a row below which it is packed, for a link of `kind` from a source on `device` ("cpu", "cuda")."""
+    """Default bytes of a row below which it is packed.
+
+    Args:
+        kind: of the link.
+        device: "cpu" or "cuda", where the source's bytes lie.
+    """
     _known(kind)
     if (kind, device) not in DEFAULT_PACK_THRESHOLD:
         raise TransportError(f"no link of kind {kind!r} reads from device {device!r}; known: cpu, cuda")
@@ -83,7 +90,10 @@ def make_source_endpoint(kind: str, *, exchange: LocalExchange | None = None) ->
 
 
 def make_reader_endpoint(kind: str, *, exchange: LocalExchange | None = None) -> ReaderEndpoint:
-    """Makes an engine rank's half of a link kind, for one source rank. Arguments and errors as `make_source_endpoint`."""
+    """Makes an engine rank's half of a link kind, for one source rank.
+
+    Arguments and errors are those of `make_source_endpoint`.
+    """
     _known(kind)
     if kind == "local":
         return LocalReader(_needed(exchange))
@@ -94,6 +104,8 @@ def make_reader_endpoint(kind: str, *, exchange: LocalExchange | None = None) ->
 
 def available(kind: str, mine: wire.NodeMeta, theirs: wire.SourceManifest) -> str | None:
     """Why a link of this kind cannot be made between a reader and a source rank; None if it can.
+
+    For `prepared` and `ray` this makes the process's NIXL agent, to be sure: ask for the kinds in order of preference.
 
     Args:
         kind: one of `kinds`.
@@ -108,8 +120,6 @@ def available(kind: str, mine: wire.NodeMeta, theirs: wire.SourceManifest) -> st
         return None if one else f"source rank {theirs.rank} is another process (pid {theirs.node.pid})"
     if kind == "mapped":
         return next((why for region in theirs.regions if (why := can_map(mine, theirs.node, region))), None)
-    if kind == "prepared" and not theirs.agent:
-        return f"source rank {theirs.rank} declared no NIXL agent"
     if kind == "ray" and same_node(mine, theirs.node) and mine.pid == theirs.node.pid:
         return "owner and reader are one process, and Ray would not copy"
     return unavailable()

@@ -1,7 +1,7 @@
 """The prepared transfer of the kinds that copy with this process's own loads and stores (`local`, `mapped`).
 
-On a CPU `post` moves the bytes before it returns. On CUDA it queues the copies on a stream of its own, ordered after the
-work already queued on the current stream, so that a receiver can scatter one chunk while the next one is copied.
+On a CPU `post` moves the bytes before it returns. On CUDA it queues the copies on a stream of its own, ordered after
+the work already queued on the current stream, so that a receiver can scatter one chunk while the next one is copied.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Link kind `mapped`: the owner's memory is mapped once into the reader, which then copies straight out of it.
 
-On a CPU the owner's region lies in shared memory and the reader maps the owner's descriptor through `/proc`; nothing has
-a name and nothing is left behind. On CUDA it is CUDA IPC. Works on one node only, between processes that see each other
-in one process namespace. Refuses memory that is not shared, expandable segments, and CUDA memory of the same process.
+On a CPU the owner's region lies in shared memory and the reader maps the owner's descriptor through `/proc`; nothing
+has a name and nothing is left behind. On CUDA it is CUDA IPC. Works on one node only, between processes that see each
+other in one process namespace. Refuses memory that is not shared, expandable segments, and CUDA memory of the same
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .memory_local import region_meta
 from .nodes import local_device, node, same_node, start_time
 
 
-class _Mapping(wire.Struct):
+class _Mapping(wire.Struct, frozen=True, kw_only=True):
     """How a region is mapped. A file's device and inode, and a process's start time, tell a re-used number apart."""
 
     boot_id: str
@@ -55,12 +56,17 @@ class MappedSource:
         started = start_time(self._node.pid)
         if not self._node.boot_id or started is None:
             raise TransportError(f"{where} cannot be mapped by others: /proc of this process is not readable")
-        common = {"boot_id": self._node.boot_id, "pid": self._node.pid, "started": started, "nbytes": tensor.numel()}
+        common: dict[str, Any] = {
+            "boot_id": self._node.boot_id,
+            "pid": self._node.pid,
+            "started": started,
+            "nbytes": tensor.numel(),
+        }
         if tensor.device.type == "cuda":
             if memory.is_expandable(tensor):
                 raise TransportError(
-                    f"{where} lies in expandable segments, which CUDA IPC cannot map; use mode 'snapshot', or start without "
-                    "expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+                    f"{where} lies in expandable segments, which CUDA IPC cannot map; use mode 'snapshot', or start "
+                    "without expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
                 )
             handle, offset = cudadriver.export(tensor.data_ptr(), tensor.get_device())
             uuid = str(torch.cuda.get_device_properties(tensor.get_device()).uuid)
@@ -74,7 +80,7 @@ class MappedSource:
             fd, _ = memory.share(storage)
             file = os.fstat(fd)
             mapping = _Mapping(
-                **common, offset=tensor.storage_offset(), fd=fd, file_device=file.st_dev, file_inode=file.st_ino
+                **common, offset=int(tensor.storage_offset()), fd=fd, file_device=file.st_dev, file_inode=file.st_ino
             )
         else:
             raise TransportError(f"{where}: this device's memory cannot be mapped; known: cpu, cuda")
@@ -128,7 +134,7 @@ class MappedReader:
         if mapping.boot_id != self._node.boot_id:
             raise TransportError(
                 f"{where} is on another node or in another process namespace (found {mapping.boot_id!r}, here "
-                f"{self._node.boot_id!r}); containers must share the host's process namespace, or use another kind of link"
+                f"{self._node.boot_id!r}); let the containers share the host's process namespace, or use another kind"
             )
         if mapping.nbytes != meta.nbytes:
             raise TransportError(f"{where}: the mapping has {mapping.nbytes} bytes")
@@ -180,8 +186,8 @@ def _map_file(mapping: _Mapping, where: str) -> torch.Tensor:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise TransportError(
-            f"{where} cannot be opened at {path}: {error}; owner and reader must run as the same user, in containers that "
-            "share the process namespace"
+            f"{where} cannot be opened at {path}: {error}; owner and reader must run as the same user, in containers "
+            "that share the process namespace"
         ) from error
     try:
         file = os.fstat(fd)
@@ -195,8 +201,8 @@ def _map_file(mapping: _Mapping, where: str) -> torch.Tensor:
             )
         page = mapping.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         inside = mapping.offset - page
-        # read-only pages: whatever goes wrong in a reader, the owner's weights stay what they are. Mapped in full now, so
-        # that no sync pays for page faults
+        # read-only pages: whatever goes wrong in a reader, the owner's weights stay what they are. Mapped in full
+        # now, so that no sync pays for page faults
         view = mmap.mmap(
             fd, inside + mapping.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ, offset=page
         )
@@ -227,7 +233,7 @@ def can_map(mine: wire.NodeMeta, theirs: wire.NodeMeta, region: wire.RegionMeta)
             return "the memory belongs to the same process, and CUDA cannot map it there"
         if mine.device_uuid != theirs.device_uuid:
             return (
-                f"it lies on GPU {theirs.device_uuid}, the reader's is {mine.device_uuid or 'none'}: copies out of another "
-                "GPU's memory are not batched"
+                f"it lies on GPU {theirs.device_uuid}, the reader's is {mine.device_uuid or 'none'}: copies out of "
+                "another GPU's memory are not batched"
             )
     return None

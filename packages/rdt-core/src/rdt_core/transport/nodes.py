@@ -26,7 +26,7 @@ def node(device: torch.device | str = "cpu") -> wire.NodeMeta:
     device = torch.device(device)
     return wire.NodeMeta(
         node_id=_ray_node_id(),
-        boot_id=_boot_id(),
+        boot_id=boot_id(),
         hostname=socket.gethostname(),
         pid=os.getpid(),
         device=device.type,
@@ -74,7 +74,8 @@ def same_node(mine: wire.NodeMeta, theirs: wire.NodeMeta) -> bool:
     return bool(mine.boot_id) and mine.boot_id == theirs.boot_id
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Identifies the kernel and the process namespace of this process; empty where `/proc` does not tell."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -7,6 +7,7 @@ A remote agent is never removed while something may be in flight: removal ends e
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..errors import DeadlineError, TransportError
 from . import ranges
 from .base import Copies, PreparedTransfer, Region
 from .memory_local import region_meta
+from .nodes import boot_id
 
 _SPIN_S = 100e-6
 _SLEEP_S = (50e-6, 200e-6)
@@ -53,73 +55,100 @@ def ray_agent() -> Any:
         raise TransportError(f"Ray's NIXL agent does not start: {error}; UCX_LOG_LEVEL=debug says more") from error
 
 
-def register(tensor: torch.Tensor, what: str) -> None:
-    """Registers the storage of `tensor` with Ray's NIXL agent for the life of the process.
-
-    Ray finds registrations by address alone: the caller keeps the storage alive, or a later storage at the same address
-    would pass for registered.
-
-    Raises:
-        TransportError: expandable segments, or NIXL refuses.
-    """
+def check_memory(tensor: torch.Tensor, what: str) -> None:
+    """Refuses memory that NIXL would serve badly. Raises TransportError naming `what`."""
     if memory.is_expandable(tensor):
         raise TransportError(
             f"{what} ({tensor.numel()} bytes on {tensor.device}) lies in expandable segments, which NIXL reads at a "
-            "fraction of the speed; use mode 'snapshot', or start without expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+            "fraction of the speed; use mode 'snapshot', or start without expandable_segments in "
+            "PYTORCH_CUDA_ALLOC_CONF"
         )
-    ray_agent()
-    from ray.experimental import register_nixl_memory
-
-    try:
-        register_nixl_memory(tensor)
-    except Exception as error:
-        raise TransportError(
-            f"{what} ({tensor.numel()} bytes on {tensor.device}) cannot be registered: {error}"
-        ) from error
 
 
 class Registry:
-    """Memory that one end of a link registered: each storage once, kept alive as long as this."""
+    """Memory that one end of a link registers with Ray's agent: each storage once, for the life of the process.
+
+    Ray finds registrations by address alone, so registered memory is kept alive: a later storage at the same address
+    would pass for registered.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}
 
     def add(self, tensor: torch.Tensor, what: str) -> None:
-        """Registers the storage below `tensor` unless it is already. See `register`."""
+        """Registers the storage below `tensor` unless it is already.
+
+        Raises:
+            TransportError: expandable segments, or NIXL refuses; names `what`.
+        """
         address = tensor.untyped_storage().data_ptr()
-        if tensor.untyped_storage().nbytes() and address not in self._kept:
-            register(tensor, what)
-            self._kept[address] = tensor
+        if not tensor.untyped_storage().nbytes() or address in self._kept:
+            return
+        check_memory(tensor, what)
+        ray_agent()
+        from ray.experimental import register_nixl_memory
+
+        try:
+            register_nixl_memory(tensor)
+        except Exception as error:
+            raise TransportError(
+                f"{what} ({tensor.numel()} bytes on {tensor.device}) cannot be registered: {error}"
+            ) from error
+        self._kept[address] = tensor
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether the storage below `tensor` was added."""
         return tensor.untyped_storage().data_ptr() in self._kept
 
 
-class PreparedSource:
+class NixlSource:
+    """What the owner's halves of `prepared` and `ray` share: agent and registrations come with the first reader.
+
+    A NIXL agent keeps a core busy and registering takes seconds for large memory; an owner whose readers all map its
+    memory pays neither.
+    """
+
+    kind = ""
+
+    def __init__(self) -> None:
+        self._registry = Registry()
+        self._regions: list[Region] = []
+        self._serving = False
+
+    def export(self, region: Region) -> wire.RegionMeta:
+        """See `SourceEndpoint.export`. Registered when the first reader asks for this kind, or now if one has."""
+        check_memory(region.tensor, f"region {region.id}")
+        self._regions.append(region)
+        if self._serving:
+            self._serve()
+        return region_meta(region)
+
+    def agent(self) -> tuple[str, bytes]:
+        """Name and metadata of Ray's agent, with all that is registered by now; empty before the first `offer`."""
+        if not self._serving:
+            return "", b""
+        agent = ray_agent()
+        return str(agent.name), bytes(agent.get_agent_metadata())
+
+    def _serve(self) -> None:
+        self._serving = True
+        while self._regions:
+            self._registry.add(self._regions[0].tensor, f"region {self._regions[0].id}")
+            del self._regions[0]
+
+    def close(self) -> None:
+        """Keeps the registrations: taking one back would invalidate what every peer knows about this agent."""
+
+
+class PreparedSource(NixlSource):
     """The owner's half of `prepared`; see `SourceEndpoint`."""
 
     kind = "prepared"
 
-    def __init__(self) -> None:
-        self._registry = Registry()
-
-    def export(self, region: Region) -> wire.RegionMeta:
-        """See `SourceEndpoint.export`."""
-        self._registry.add(region.tensor, f"region {region.id}")
-        return region_meta(region)
-
-    def agent(self) -> tuple[str, bytes]:
-        """Name and metadata of Ray's agent, with everything that is registered up to now."""
-        agent = ray_agent()
-        return str(agent.name), bytes(agent.get_agent_metadata())
-
     def offer(self, transfers: tuple[wire.Transfer, ...], regions: dict[int, Region]) -> list[Any]:
-        """Nothing travels beside the offer."""
+        """Registers every region exported so far; nothing travels beside the offer but `agent()`."""
+        self._serve()
         return []
-
-    def close(self) -> None:
-        """Keeps the registrations: taking one back would invalidate what every peer knows about this agent."""
 
 
 class PreparedReader:
@@ -146,31 +175,27 @@ class PreparedReader:
         self._regions = {meta.id: meta for meta in (*source.regions, *offer.regions)}
         metadata = offer.agent or source.agent
         if not metadata:
-            raise TransportError(f"{self._where}: the source declared no NIXL agent")
-        if source.agent_name == self._agent.name:
-            self._remote = source.agent_name  # owner and reader are one process: NIXL knows its own agent
+            raise TransportError(f"{self._where}: the offer carries no metadata of the source's NIXL agent")
+        if source.node.pid == os.getpid() and source.node.boot_id == boot_id():
+            self._remote = str(self._agent.name)  # owner and reader are one process: NIXL knows its own agent
         elif metadata != self._loaded:
-            self._load(source.agent_name, metadata)
+            self._load(metadata)
 
-    def _load(self, name: str, metadata: bytes) -> None:
+    def _load(self, metadata: bytes) -> None:
         try:
             remote = self._agent.add_remote_agent(metadata)
         except Exception as first:
-            # An actor that was restarted has its old name with new addresses, and NIXL does not replace one by the other.
-            # Nothing can be in flight from an agent whose process is gone, so forgetting it here ends no pull.
-            if any(transfer.in_flight for transfer in self._transfers):
-                raise TransportError(
-                    f"{self._where}: its agent cannot be loaded while a move is in flight: {first}"
-                ) from first
+            # An actor that was restarted has its old name with new addresses, and NIXL does not replace one by the
+            # other. Nothing can be in flight from an agent whose process is gone, so forgetting it here ends no pull.
+            if not self._remote or any(transfer.in_flight for transfer in self._transfers):
+                raise TransportError(f"{self._where}: its NIXL agent cannot be loaded: {first}") from first
             self._release_all()
             try:
-                self._agent.remove_remote_agent(name)
+                self._agent.remove_remote_agent(self._remote)
                 remote = self._agent.add_remote_agent(metadata)
             except Exception as error:
-                raise TransportError(f"{self._where}: its NIXL agent {name!r} cannot be loaded: {error}") from error
+                raise TransportError(f"{self._where}: its NIXL agent cannot be loaded again: {error}") from error
         self._remote = remote.decode() if isinstance(remote, bytes) else str(remote)
-        if name and self._remote != name:
-            raise TransportError(f"{self._where}: the metadata belongs to agent {self._remote!r}, expected {name!r}")
         self._loaded = metadata
 
     def prepare(self, index: int, copies: Copies, destinations: list[torch.Tensor]) -> PreparedTransfer:
@@ -222,7 +247,8 @@ class PreparedReader:
                     )
                 except Exception as error:
                     raise TransportError(
-                        f"{self._where}: NIXL cannot prepare {int(mine.sum())} reads of {int(nbytes[mine].sum())} bytes: {error}"
+                        f"{self._where}: NIXL cannot prepare {int(mine.sum())} reads of "
+                        f"{int(nbytes[mine].sum())} bytes: {error}"
                     ) from error
         return handles
 

@@ -76,9 +76,10 @@ def _refuse(copies: Copies, bad: np.ndarray, where: str, what: str) -> None:
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
         raise TransportError(
-            f"{where}: copy {i} of {len(copies)} {what} (region {int(copies.source_region[i])}+{int(copies.source_offset[i])}, "
-            f"destination {int(copies.destination[i])}+{int(copies.destination_offset[i])}, {int(copies.rows[i])} rows of "
-            f"{int(copies.row_bytes[i])} bytes, pitches {int(copies.source_pitch[i])} and {int(copies.destination_pitch[i])}); "
+            f"{where}: copy {i} of {len(copies)} {what} (region {int(copies.source_region[i])}"
+            f"+{int(copies.source_offset[i])}, destination {int(copies.destination[i])}"
+            f"+{int(copies.destination_offset[i])}, {int(copies.rows[i])} rows of {int(copies.row_bytes[i])} bytes, "
+            f"pitches {int(copies.source_pitch[i])} and {int(copies.destination_pitch[i])}); "
             "the plan and the memory of the two ends do not belong together: connect again"
         )
 

@@ -1,8 +1,9 @@
 """Link kind `ray`: Ray objects over Ray Direct Transport, through Ray's public API alone.
 
 For each transfer the owner makes one object of views of its memory, once; every pull brings what the memory holds then,
-straight into the reader's targets. The slowest kind for many pieces (Ray pays for each tensor in an object), and the one
-that asks least of Ray's insides. Refuses owner and reader in one process: Ray would hand out the owner's own tensors.
+straight into the reader's targets. The slowest kind for many pieces (Ray pays for each tensor in an object), and the
+one that asks least of Ray's insides. Refuses owner and reader in one process: there Ray hands out the owner's own
+tensors.
 """
 
 from __future__ import annotations
@@ -17,29 +18,19 @@ from .. import wire
 from ..errors import DeadlineError, TransportError
 from . import ranges
 from .base import Copies, PreparedTransfer, Region
-from .memory_local import region_meta
-from .prepared import Registry, ray_agent
+from .prepared import NixlSource, Registry, ray_agent
 
 _COLUMNS = 5
 
 
-class RaySource:
+class RaySource(NixlSource):
     """The owner's half of `ray`; see `SourceEndpoint`."""
 
     kind = "ray"
 
     def __init__(self) -> None:
-        self._registry = Registry()
+        super().__init__()
         self._kept: list[Any] = []
-
-    def export(self, region: Region) -> wire.RegionMeta:
-        """See `SourceEndpoint.export`."""
-        self._registry.add(region.tensor, f"region {region.id}")
-        return region_meta(region)
-
-    def agent(self) -> tuple[str, bytes]:
-        """Ray carries its agent's metadata inside the references."""
-        return "", b""
 
     def offer(self, transfers: tuple[wire.Transfer, ...], regions: dict[int, Region]) -> list[Any]:
         """Makes one object of each transfer: its rows, in order, each a contiguous view of the region.
@@ -49,6 +40,7 @@ class RaySource:
         Raises:
             TransportError: a read leaves its region, or Ray refuses.
         """
+        self._serve()
         import ray
 
         refs = []
@@ -65,7 +57,7 @@ class RaySource:
         return refs
 
     def close(self) -> None:
-        """Drops the objects; the registrations stay (see `PreparedSource.close`)."""
+        """Drops the objects; the registrations stay (see `NixlSource.close`)."""
         self._kept.clear()
 
 
@@ -131,8 +123,8 @@ class RayReader:
         for i in sorted(used):
             if not self._registry.covers(destinations[i]):
                 raise TransportError(
-                    f"{self._where}: a destination of {destinations[i].numel()} bytes on {destinations[i].device} was not "
-                    "registered"
+                    f"{self._where}: a destination of {destinations[i].numel()} bytes on {destinations[i].device} was "
+                    "not registered"
                 )
         if len({destinations[i].device.type for i in used}) > 1:
             raise TransportError(f"{self._where}: an object cannot land on CPU and CUDA at once; use kind 'prepared'")
@@ -197,15 +189,15 @@ class RayTransfer:
             ) from error
         except Exception as error:
             raise TransportError(
-                f"{self._where}: pulling {self.nbytes} bytes in {len(self._targets)} tensors failed: {error}; the source "
-                "process may have ended, or its memory is no longer what it declared"
+                f"{self._where}: pulling {self.nbytes} bytes in {len(self._targets)} tensors failed: {error}; the "
+                "source process may have ended, or its memory is no longer what it declared"
             ) from error
         if len(received) != len(self._targets) or any(
             tensor.data_ptr() != target.data_ptr() for tensor, target in zip(received, self._targets, strict=True)
         ):
             raise TransportError(
-                f"{self._where}: Ray put {self.nbytes} bytes elsewhere than into the {len(self._targets)} targets; owner and "
-                "reader in one process need kind 'local'"
+                f"{self._where}: Ray put {self.nbytes} bytes elsewhere than into the {len(self._targets)} targets; "
+                "owner and reader in one process need kind 'local'"
             )
 
     def release(self) -> None:

@@ -1,0 +1,356 @@
+"""Clients that drive one vLLM replica through a sync: over Ray actor handles, or over HTTP. vLLM is not imported here.
+
+Both speak vLLM's own weight update calls and reach every worker of the replica. A call returns when all workers have done
+it, and raises when any failed or the deadline passed; nothing is retried. They refuse what would be silent elsewhere:
+a server without its weight update routes, a version that the engine does not report back.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from rdt_core.engines import CachePolicy, ConnectInfo, PauseMode
+from rdt_core.errors import DeadlineError, EngineError
+
+from .protocol import ABORTED, LEFT_OPEN, OPEN_ON_LAST
+
+#: seconds that an engine gets less than its caller for a pull, so that its own error comes first
+MARGIN_S = 2.0
+
+#: how vLLM's worker refuses a call that does not fit the state of its weight update
+_NOT_OPEN = ("must be called before", "without a matching")
+_ALREADY_OPEN = "already active"
+
+
+@dataclass
+class InitRequest:
+    """What vLLM's `init_weight_transfer_engine` takes, without importing vLLM."""
+
+    init_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class UpdateRequest:
+    """What vLLM's `update_weights` takes, without importing vLLM."""
+
+    update_info: dict[str, Any] = field(default_factory=dict)
+
+
+class _VllmEngine(ABC):
+    """The sync of one replica in terms of vLLM's calls. Implements `rdt_core.engines.EngineClient`.
+
+    Args:
+        name: of the replica, unique in its group.
+        cache: "reset" drops prefix, multi-modal and encoder caches while the engine is paused, and has requests in
+            flight recompute their keys and values with the new weights; "keep" keeps all of them.
+        pause: what happens to requests in flight: "keep" freezes them and goes on afterwards, "wait" lets them end
+            first, "abort" ends them.
+    """
+
+    def __init__(self, name: str, *, cache: CachePolicy = "reset", pause: PauseMode = "keep") -> None:
+        if not name:
+            raise EngineError("a replica needs a name, unique in its sync group")
+        if cache not in ("reset", "keep") or pause not in ("keep", "wait", "abort"):
+            raise EngineError(f"replica {name!r}: cache={cache!r} is reset or keep; pause={pause!r} is keep, wait or abort")
+        self.name = name
+        self.cache = cache
+        self.pause_mode = pause
+        self._open = False  # a weight update was started and not finished
+        self._finishing = False
+
+    # what each transport gives
+
+    @abstractmethod
+    def _init(self, info: dict[str, Any], deadline: float) -> None: ...
+
+    @abstractmethod
+    def _start(self, deadline: float) -> None: ...
+
+    @abstractmethod
+    def _update(self, info: dict[str, Any], deadline: float) -> None: ...
+
+    @abstractmethod
+    def _finish(self, version: str | None, deadline: float) -> None: ...
+
+    @abstractmethod
+    def _weight_version(self, deadline: float) -> list[str]: ...
+
+    @abstractmethod
+    def pause(self, *, deadline: float) -> None:
+        """See `EngineClient.pause`."""
+
+    @abstractmethod
+    def resume(self, *, deadline: float) -> None:
+        """See `EngineClient.resume`."""
+
+    @abstractmethod
+    def health(self, *, deadline: float) -> None:
+        """See `EngineClient.health`."""
+
+    # what all share
+
+    def connect(self, info: ConnectInfo, *, deadline: float) -> None:
+        """See `EngineClient.connect`. A sync that another driver left open is ended first; its replica is torn then."""
+        wanted = msgspec.to_builtins(info)
+        try:
+            self._init(wanted, deadline)
+        except EngineError as error:
+            text = str(error)
+            if LEFT_OPEN not in text:
+                raise
+            self._end(f"{LEFT_OPEN}:{OPEN_ON_LAST}" in text, "its driver went away in the middle of a sync", deadline)
+            self._init(wanted, deadline)
+
+    def begin(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.begin`."""
+        self._open, self._finishing = True, False
+        self._start(deadline)
+
+    def pull(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.pull`."""
+        timeout_s = max(deadline - time.monotonic() - MARGIN_S, 1.0)
+        self._update({"version": version, "timeout_s": timeout_s}, deadline)
+
+    def finish(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.finish`. The engine's own answer about its version is checked."""
+        self._finishing = True
+        self._finish(str(version), deadline)
+        self._open = self._finishing = False
+        found = self._weight_version(deadline)
+        if set(found) != {str(version)}:
+            raise EngineError(f"replica {self.name!r} was given version {version} and says that it serves {', '.join(found)}")
+
+    def abort(self, version: int, reason: str, *, deadline: float) -> None:
+        """See `EngineClient.abort`.
+
+        Raises:
+            EngineError: the engine could not be told, e.g. because it died.
+        """
+        if self._open:
+            self._end(self._finishing, f"version {version}: {reason}", deadline)
+            self._open = self._finishing = False
+
+    def _end(self, finish_failed: bool, reason: str, deadline: float) -> None:
+        """Closes a weight update on every worker, whichever of them have closed it already.
+
+        vLLM's worker closes an update when `update_weights` raises or `finish` returns. The backend raises on the last
+        worker only, so after a failed `start` or `update` the others are open, and after a failed `finish` the last one
+        is. `start` evens out the latter; the aborting update closes the last worker and the `finish` the others.
+        """
+        unexpected: list[str] = []
+
+        def tell(what: str, expected: Sequence[str], call: Any, *args: Any) -> None:
+            try:
+                call(*args, deadline)
+            except EngineError as error:
+                if not any(word in str(error) for word in expected):
+                    unexpected.append(f"{what}: {error}")
+
+        if finish_failed:
+            tell("start", [_ALREADY_OPEN], self._start)
+        tell("update", [ABORTED, *_NOT_OPEN], self._update, {"version": -1, "abort": reason})
+        tell("finish", list(_NOT_OPEN), self._finish, None)
+        if unexpected:
+            raise EngineError(f"replica {self.name!r} did not end its sync: " + "; ".join(unexpected))
+
+    def version(self, *, deadline: float) -> int | None:
+        """See `EngineClient.version`.
+
+        Raises:
+            EngineError: the replica's actors say that they serve different versions.
+        """
+        found = set(self._weight_version(deadline))
+        if len(found) > 1:
+            raise EngineError(f"the actors of replica {self.name!r} serve different versions: {', '.join(sorted(found))}")
+        text = found.pop()
+        return int(text) if text.isdecimal() else None
+
+
+class VllmRayEngine(_VllmEngine):
+    """A replica behind Ray actors that hold vLLM's `AsyncLLM`, or `LLM`, or offer the same methods.
+
+    Args:
+        handles: one actor handle, or those of all data parallel ranks of one deployment. Deployments that do not know
+            of one another are replicas of their own: one client each.
+        name: see `_VllmEngine`.
+        cache: see `_VllmEngine`.
+        pause: see `_VllmEngine`. An offline `LLM` has no pause: its actor runs one call at a time, so a sync begins
+            when the running `generate` has ended.
+    """
+
+    def __init__(
+        self,
+        handles: Any,
+        *,
+        name: str,
+        cache: CachePolicy = "reset",
+        pause: PauseMode = "keep",
+    ) -> None:
+        super().__init__(name, cache=cache, pause=pause)
+        self.handles = list(handles) if isinstance(handles, list | tuple) else [handles]
+        if not self.handles:
+            raise EngineError(f"replica {name!r} has no actors")
+
+    @property
+    def _offline(self) -> bool:
+        return not hasattr(self.handles[0], "pause_generation")
+
+    def _call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> list[Any]:
+        """Calls every actor and waits for all of them, also when one failed: a worker must not be left in a call."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        try:
+            refs = [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
+        except AttributeError as error:
+            raise EngineError(f"the actors of replica {self.name!r} have no method {method}: {error}") from error
+        results, failures = [], []
+        for index, ref in enumerate(refs):
+            try:
+                results.append(ray.get(ref, timeout=max(deadline - time.monotonic(), 0.0)))
+            except GetTimeoutError as error:
+                raise DeadlineError(f"replica {self.name!r}: {method} of actor {index} was not done by its deadline") from error
+            except RayTaskError as error:
+                cause = error.cause if error.cause is not None else error
+                failures.append((f"actor {index}: {type(cause).__name__}: {cause}", error))
+            except RayActorError as error:
+                failures.append((f"actor {index} died: {error}", error))
+        if failures:
+            told = "; ".join(text for text, _ in failures)
+            raise EngineError(f"replica {self.name!r}: {method} failed: {told}") from failures[0][1]
+        return results
+
+    def _init(self, info: dict[str, Any], deadline: float) -> None:
+        self._call("init_weight_transfer_engine", InitRequest(info), deadline=deadline)
+
+    def _start(self, deadline: float) -> None:
+        self._call("start_weight_update", deadline=deadline)
+
+    def _update(self, info: dict[str, Any], deadline: float) -> None:
+        self._call("update_weights", UpdateRequest(info), deadline=deadline)
+
+    def _finish(self, version: str | None, deadline: float) -> None:
+        self._call("finish_weight_update", deadline=deadline)
+        if version is not None:  # only now, so that no actor is stamped while another one fails
+            self._call("update_weight_version", version, deadline=deadline)
+
+    def _weight_version(self, deadline: float) -> list[str]:
+        return self._call("get_weight_version", deadline=deadline)
+
+    def pause(self, *, deadline: float) -> None:
+        """See `EngineClient.pause`."""
+        reset = self.cache == "reset"
+        if not self._offline:
+            self._call("pause_generation", mode=self.pause_mode, clear_cache=reset, deadline=deadline)
+        elif reset:
+            self._call("reset_prefix_cache", deadline=deadline)
+
+    def resume(self, *, deadline: float) -> None:
+        """See `EngineClient.resume`."""
+        if not self._offline:
+            self._call("resume_generation", deadline=deadline)
+
+    def health(self, *, deadline: float) -> None:
+        """See `EngineClient.health`."""
+        self._call("get_weight_version" if self._offline else "check_health", deadline=deadline)
+
+
+class VllmHttpEngine(_VllmEngine):
+    """A replica behind `vllm serve` with its weight update routes (`VLLM_SERVER_DEV_MODE=1`).
+
+    Args:
+        url: of the server, e.g. `http://node7:8000`.
+        name: see `_VllmEngine`; default: the URL's host and port.
+        cache: see `_VllmEngine`.
+        pause: see `_VllmEngine`.
+        headers: sent with every request, e.g. `{"Authorization": "Bearer …"}`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "",
+        cache: CachePolicy = "reset",
+        pause: PauseMode = "keep",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise EngineError(f"{url!r} is no URL of an HTTP server; expected something like http://host:8000")
+        super().__init__(name or parts.netloc, cache=cache, pause=pause)
+        self.url = url.rstrip("/")
+        self._headers = dict(headers or {})
+
+    def _request(
+        self, path: str, deadline: float, body: Mapping[str, Any] | None = None, *, post: bool = True, query: str = ""
+    ) -> Any:
+        where = f"replica {self.name!r}: {'POST' if post else 'GET'} {self.url}/{path}"
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(f"{where} was not sent: its deadline has passed")
+        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
+            f"{self.url}/{path}{'?' + query if query else ''}",
+            data=json.dumps(body or {}).encode() if post else None,
+            headers={"Content-Type": "application/json", **self._headers},
+            method="POST" if post else "GET",
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=left) as answer:  # noqa: S310
+                text = answer.read()
+        except urllib.error.HTTPError as error:
+            told = error.read().decode(errors="replace")[:4000]
+            if error.code in (404, 405):
+                raise EngineError(
+                    f"{where}: the server has no such route; start it with VLLM_SERVER_DEV_MODE=1 in its environment and "
+                    f"--weight-transfer-config '{{\"backend\": \"rdt\"}}'"
+                ) from error
+            raise EngineError(f"{where} failed with status {error.code}: {told}") from error
+        except TimeoutError as error:
+            raise DeadlineError(f"{where} was not answered within {left:.1f} s") from error
+        except (urllib.error.URLError, OSError) as error:
+            if isinstance(getattr(error, "reason", None), TimeoutError):
+                raise DeadlineError(f"{where} was not answered within {left:.1f} s") from error
+            raise EngineError(f"{where}: no answer: {error}") from error
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise EngineError(f"{where} answered what is no JSON: {text[:200]!r}") from error
+
+    def _init(self, info: dict[str, Any], deadline: float) -> None:
+        self._request("init_weight_transfer_engine", deadline, {"init_info": info})
+
+    def _start(self, deadline: float) -> None:
+        self._request("start_weight_update", deadline)
+
+    def _update(self, info: dict[str, Any], deadline: float) -> None:
+        self._request("update_weights", deadline, {"update_info": info})
+
+    def _finish(self, version: str | None, deadline: float) -> None:
+        self._request("finish_weight_update", deadline, {} if version is None else {"weight_version": version})
+
+    def _weight_version(self, deadline: float) -> list[str]:
+        answer = self._request("weight_info", deadline, post=False)
+        return [str(answer["weight_version"])]
+
+    def pause(self, *, deadline: float) -> None:
+        """See `EngineClient.pause`."""
+        query = urllib.parse.urlencode({"mode": self.pause_mode, "clear_cache": str(self.cache == "reset").lower()})
+        self._request("pause", deadline, query=query)
+
+    def resume(self, *, deadline: float) -> None:
+        """See `EngineClient.resume`."""
+        self._request("resume", deadline)
+
+    def health(self, *, deadline: float) -> None:
+        """See `EngineClient.health`."""
+        self._request("health", deadline, post=False)

@@ -1,0 +1,190 @@
+"""A Ray actor that hosts a stock vLLM engine and offers what a trainer needs: generate, and the calls of a sync.
+
+It is for trainers that place engines in their own Ray cluster; a deployment of its own is better served by `vllm serve`.
+The engine is vLLM's `AsyncLLM`, untouched, with weight transfer backend `rdt`. `shutdown` ends EngineCore and workers;
+killing the actor instead leaves them to end by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rdt_core.errors import EngineError
+
+from .plugin import BACKEND
+from .versions import check_vllm
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sample.
+
+    Attributes:
+        token_ids: generated tokens, a stop token included.
+        logprobs: natural logarithm of each token's probability under the model itself, before temperature and filters.
+        finish_reason: "stop", "length" or "abort".
+        versions: weight version of each token, as the engine says; empty where it does not.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    versions: tuple[str, ...] = ()
+
+
+class VllmServer:
+    """Hosts one engine. Make it an actor with `launch`, or with `ray.remote(VllmServer).options(...)`.
+
+    Args:
+        model: path or name, as for vLLM.
+        env: environment variables set before vLLM is imported; its subprocesses inherit them.
+        engine_args: keyword arguments of vLLM's `AsyncEngineArgs`, e.g. `tensor_parallel_size=2`. The weight transfer
+            backend is set to `rdt`.
+
+    Raises:
+        VersionError: vLLM is missing or was not tested.
+        EngineError: another weight transfer backend was asked for.
+    """
+
+    def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **engine_args: Any) -> None:
+        os.environ.update(env or {})
+        import ray
+
+        if ray.is_initialized():
+            # EngineCore is a subprocess; without this a Ray executor in it would start a cluster of its own
+            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        check_vllm()
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = engine_args.pop("weight_transfer_config", None) or {"backend": BACKEND}
+        backend = config["backend"] if isinstance(config, Mapping) else config.backend
+        if backend != BACKEND:
+            raise EngineError(f"VllmServer uses weight transfer backend {BACKEND!r}; {backend!r} was asked for")
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(model=model, weight_transfer_config=WeightTransferConfig(backend=BACKEND), **engine_args)
+        )
+
+    async def ready(self) -> str:
+        """Returns the engine's name and version once it can generate."""
+        return f"vllm {check_vllm()}"
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], request_id: str = ""
+    ) -> list[Generation]:
+        """Samples from one prompt.
+
+        Args:
+            prompt_token_ids: the prompt.
+            sampling: keyword arguments of vLLM's `SamplingParams`; `logprobs` is set to 0 (the sampled token's own).
+            request_id: unique among requests in flight; made up where empty.
+
+        Returns:
+            One entry per sample (`n` of them).
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            **{"detokenize": False, "logprobs": 0, **sampling, "output_kind": RequestOutputKind.FINAL_ONLY}
+        )
+        prompt: Any = {"prompt_token_ids": list(prompt_token_ids)}
+        final = None
+        async for output in self._llm.generate(prompt, params, request_id or uuid.uuid4().hex):
+            final = output
+        if final is None:
+            raise EngineError("vLLM ended the request without an output")
+        return [_generation(sample) for sample in final.outputs]
+
+    async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
+        """See `AsyncLLM.pause_generation`."""
+        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """See `AsyncLLM.resume_generation`."""
+        await self._llm.resume_generation()
+
+    async def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return await self._llm.is_paused()
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        """See `AsyncLLM.init_weight_transfer_engine`."""
+        await self._llm.init_weight_transfer_engine(request)
+
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Every worker leaves its sync group."""
+        await self._llm.shutdown_weight_transfer_engine()
+
+    async def start_weight_update(self) -> None:
+        """See `AsyncLLM.start_weight_update`."""
+        await self._llm.start_weight_update()
+
+    async def update_weights(self, request: Any) -> None:
+        """See `AsyncLLM.update_weights`."""
+        await self._llm.update_weights(request)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See `AsyncLLM.finish_weight_update`."""
+        await self._llm.finish_weight_update(weight_version)
+
+    async def update_weight_version(self, new_version: str) -> None:
+        """See `AsyncLLM.update_weight_version`."""
+        await self._llm.update_weight_version(new_version)
+
+    async def get_weight_version(self) -> str:
+        """The version that the engine says it serves."""
+        return await self._llm.get_weight_version()
+
+    async def compute_weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of every parameter of every worker, by `dp:pp:pcp:tp:name`."""
+        return {name: digest for rank in await self._llm.compute_weight_checksums() for name, digest in rank.items()}
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Calls a method of every worker by name, as `AsyncLLM.collective_rpc`."""
+        return await self._llm.collective_rpc(method, args=args, kwargs=dict(kwargs or {}))
+
+    async def check_health(self) -> None:
+        """Raises if the engine died."""
+        await self._llm.check_health()
+
+    async def shutdown(self) -> None:
+        """Ends EngineCore and the workers. Idempotent."""
+        self._llm.shutdown()
+
+
+def _generation(sample: Any) -> Generation:
+    tokens = tuple(sample.token_ids)
+    logprobs = tuple(
+        float(step[token].logprob) for token, step in zip(tokens, sample.logprobs or [], strict=False)
+    )
+    spans = sample.weight_versions or []
+    return Generation(
+        token_ids=tokens,
+        logprobs=logprobs,
+        finish_reason=str(sample.finish_reason),
+        versions=tuple(str(span.version) for span in spans for _ in range(span.start, span.end)),
+    )
+
+
+def launch(model: str, *, name: str | None = None, options: Mapping[str, Any] | None = None, **arguments: Any) -> Any:
+    """Starts a `VllmServer` as a Ray actor and returns its handle at once; `handle.ready.remote()` tells when it serves.
+
+    Args:
+        model: see `VllmServer`.
+        name: of the actor; None: anonymous.
+        options: further options of the actor (`num_gpus`, `runtime_env`, `scheduling_strategy`, …).
+        arguments: see `VllmServer`.
+    """
+    import ray
+
+    # concurrent: a pause has to get through while requests are being generated
+    actor = ray.remote(VllmServer).options(
+        **{"name": name, "num_cpus": 0, "max_concurrency": 1000, **(options or {})}  # type: ignore[dict-item]
+    )
+    return actor.remote(model, **arguments)

@@ -1,0 +1,270 @@
+"""ModuleSource over modules of one process: names, dtypes, tied tensors, buffers, views, and what it refuses."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rdt_core import wire
+from rdt_core.errors import SourceError
+from rdt_core.sources import FusedExperts, ModuleSource, WeightSource
+
+pytestmark = pytest.mark.unit
+
+
+class Head(nn.Module):
+    """An embedding, a layer and a head that is the embedding; one buffer that is saved and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.lm_head = nn.Linear(4, 6, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("bias", torch.arange(3.0))
+        self.register_buffer("steps", torch.tensor(5))
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+
+
+def declared(source: ModuleSource) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {tensor.name: (tensor.shape, tensor.dtype) for tensor in source.metadata()}
+
+
+def test_declares_what_a_checkpoint_holds() -> None:
+    source = ModuleSource(Head())
+    assert isinstance(source, WeightSource)
+    assert declared(source) == {
+        "bias": ((3,), "float32"),
+        "steps": ((), "int64"),
+        "embed.weight": ((6, 4), "float32"),
+        "layer.weight": ((4, 4), "bfloat16"),
+        "layer.bias": ((4,), "bfloat16"),
+    }
+    assert source.metadata() is source.metadata()
+
+
+def test_shards_are_the_parameters_own_memory() -> None:
+    module = Head()
+    source = ModuleSource(module)
+    shards = {shard.name: shard for shard in source.shards()}
+    assert shards.keys() == declared(source).keys()
+    own = module.state_dict()
+    for name, shard in shards.items():
+        assert shard.offset == (0,) * own[name].ndim
+        assert shard.tensor.data_ptr() == own[name].data_ptr()
+        assert not shard.tensor.requires_grad
+    with torch.no_grad():
+        module.embed.weight.fill_(3)
+    assert bool((shards["embed.weight"].tensor == 3).all())
+
+
+def test_shards_follow_memory_that_moved() -> None:
+    module = nn.Linear(3, 2)
+    source = ModuleSource(module)
+    before = source.shards()[0].tensor
+    module.weight.data = torch.full((2, 3), 7.0)
+    after = source.shards()[0].tensor
+    assert after.data_ptr() == module.weight.data_ptr() != before.data_ptr()
+    module.weight = nn.Parameter(torch.full((3, 2), 8.0).t())
+    moved = source.shards()[0].tensor
+    assert moved.stride() == (1, 2)
+    assert torch.equal(moved, module.weight)
+
+
+def test_a_transposed_or_sliced_parameter_keeps_its_strides() -> None:
+    module = nn.Linear(3, 2, bias=False)
+    storage = torch.arange(40.0).view(5, 8)
+    module.weight = nn.Parameter(storage[1:4, 2:6:2].t())
+    (shard,) = ModuleSource(module).shards()
+    assert shard.tensor.stride() == (2, 8)
+    assert shard.tensor.data_ptr() == storage[1:, 2:].data_ptr()
+    assert torch.equal(shard.tensor, storage[1:4, 2:6:2].t())
+
+
+def test_memory_is_not_kept_alive() -> None:
+    module = nn.Linear(3, 2)
+    source = ModuleSource(module)
+    source.shards()
+    storage = module.weight.untyped_storage()
+    references = storage._use_count()
+    source.shards()
+    assert storage._use_count() == references
+
+
+def test_dtype_on_the_wire() -> None:
+    module = Head()
+    source = ModuleSource(module, dtype=torch.float16)
+    assert {name: dtype for name, (_, dtype) in declared(source).items()} == {
+        "bias": "float32", "steps": "int64", "embed.weight": "float16", "layer.weight": "float16", "layer.bias": "float16",
+    }  # fmt: skip
+    assert {shard.tensor.dtype for shard in source.shards()} == {torch.float32, torch.int64, torch.bfloat16}
+    chosen = ModuleSource(module, dtype=lambda name, own: torch.float64 if name == "bias" else None)
+    assert declared(chosen)["bias"][1] == "float64"
+    assert declared(chosen)["layer.weight"][1] == "bfloat16"
+    with pytest.raises(SourceError, match=r"'bias' would have dtype 'complex64'.*known: bool"):
+        ModuleSource(module, dtype=lambda name, own: torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("include", "expected"), [(True, {"bias", "steps"}), (False, set()), (["st*", "inv_freq"], {"steps"})]
+)
+def test_buffers(include: bool | list[str], expected: set[str]) -> None:
+    names = declared(ModuleSource(Head(), include_buffers=include)).keys()
+    assert names & {"bias", "steps", "inv_freq"} == expected
+
+
+def test_rename_by_function_and_by_prefix() -> None:
+    module = nn.ModuleDict({"base": Head(), "value": nn.Linear(2, 1)})
+    by_prefix = ModuleSource(module, rename={"base.": "model.", "base.lay": "model.lay", "value.": None})
+    by_function = ModuleSource(
+        module, rename=lambda name: None if name.startswith("value") else name.replace("base.", "model.")
+    )
+    expected = {"model.embed.weight", "model.layer.weight", "model.layer.bias", "model.bias", "model.steps"}
+    assert declared(by_prefix).keys() == declared(by_function).keys() == expected
+    assert {shard.name for shard in by_prefix.shards()} == expected
+    with pytest.raises(SourceError, match=r"'1\.weight' and '0\.weight' would both be checkpoint tensor 'x'"):
+        ModuleSource(
+            nn.ModuleList([nn.Linear(1, 1, bias=False)] + [nn.Linear(1, 1, bias=False)]), rename=lambda name: "x"
+        )
+
+
+def test_wrappers_leave_no_trace_in_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    expected = declared(ModuleSource(plain)).keys()
+    plain[1] = checkpoint_wrapper(plain[1])
+    wrapped = torch.compile(plain, backend="eager")
+    source = ModuleSource(wrapped)
+    assert declared(source).keys() == expected
+    assert len(source.shards()) == 4
+
+
+def test_the_tied_name_that_the_checkpoint_keeps_is_declared() -> None:
+    module = Head()
+    module.all_tied_weights_keys = {"embed.weight": "lm_head.weight"}
+    names = list(declared(ModuleSource(module)))
+    assert "lm_head.weight" in names
+    assert "embed.weight" not in names
+
+
+def test_ignored_names_and_patterns() -> None:
+    source = ModuleSource(Head(), ignored=["layer.*", "lm_head.weight", "layer.bias"])
+    assert source.ignored() == ("layer.weight", "layer.bias", "lm_head.weight")
+
+
+def test_a_scalar_and_an_empty_parameter() -> None:
+    module = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0)), "none": nn.Parameter(torch.empty(0, 3))})
+    source = ModuleSource(module)
+    assert declared(source) == {"scale": ((), "float32"), "none": ((0, 3), "float32")}
+    assert [(shard.name, shard.offset, shard.tensor.item()) for shard in source.shards()] == [("scale", (), 2.0)]
+
+
+class Experts(nn.Module):
+    def __init__(self, model_type: str | None) -> None:
+        super().__init__()
+        if model_type:
+            self.config = SimpleNamespace(model_type=model_type)
+        self.mlp = nn.Module()
+        self.mlp.experts = nn.Module()
+        self.mlp.experts.gate_up_proj = nn.Parameter(torch.rand(3, 8, 5))
+        self.mlp.experts.down_proj = nn.Parameter(torch.rand(3, 5, 4))
+
+
+def test_fused_experts_become_views_of_the_fused_parameter() -> None:
+    module = nn.ModuleDict({"layer": Experts(None)})
+    module.config = SimpleNamespace(model_type="qwen3_moe")
+    source = ModuleSource(module)
+    shards = {shard.name: shard.tensor for shard in source.shards()}
+    assert len(shards) == 9
+    fused = module["layer"].mlp.experts
+    for expert in range(3):
+        prefix = f"layer.mlp.experts.{expert}"
+        assert torch.equal(shards[f"{prefix}.gate_proj.weight"], fused.gate_up_proj[expert, :4])
+        assert torch.equal(shards[f"{prefix}.up_proj.weight"], fused.gate_up_proj[expert, 4:])
+        assert torch.equal(shards[f"{prefix}.down_proj.weight"], fused.down_proj[expert])
+        assert shards[f"{prefix}.up_proj.weight"].data_ptr() == fused.gate_up_proj[expert, 4:].data_ptr()
+
+
+@pytest.mark.parametrize("model_type", [None, "somebodys_moe"])
+def test_fused_experts_of_unknown_layout_are_refused(model_type: str | None) -> None:
+    with pytest.raises(SourceError, match=r"'mlp\.experts\.gate_up_proj' of shape \(3, 8, 5\).*rules="):
+        ModuleSource(Experts(model_type))
+
+
+def test_rules_of_the_caller_come_first_and_may_transpose() -> None:
+    rules = [
+        FusedExperts(r"(.*)\.gate_up_proj", (r"\1.{expert}.up", r"\1.{expert}.gate")),
+        FusedExperts(r"(.*)\.down_proj", (r"\1.{expert}.down",), transposed=True),
+    ]
+    module = Experts(None)
+    source = ModuleSource(module, rules=rules)
+    shards = {shard.name: shard.tensor for shard in source.shards()}
+    assert declared(source)["mlp.experts.2.down"] == ((4, 5), "float32")
+    assert torch.equal(shards["mlp.experts.2.down"], module.mlp.experts.down_proj[2].t())
+    assert torch.equal(shards["mlp.experts.1.gate"], module.mlp.experts.gate_up_proj[1, 4:])
+
+
+def test_refuses_a_parameter_that_changed() -> None:
+    module = nn.Linear(3, 2)
+    source = ModuleSource(module)
+    module.weight = nn.Parameter(torch.ones(4, 3))
+    with pytest.raises(
+        SourceError, match=r"'weight' is a Parameter of shape \(4, 3\), and was a plain tensor of shape"
+    ):
+        source.shards()
+    module.weight = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    with pytest.raises(SourceError, match=r"'weight' has dtype torch.bfloat16, and had torch.float32"):
+        source.shards()
+    module.weight = None
+    with pytest.raises(SourceError, match=r"'weight' was declared, but its module no longer has it"):
+        source.shards()
+
+
+def test_a_meta_module_has_names_and_no_bytes() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(3, 2)
+    source = ModuleSource(module)
+    assert declared(source)["weight"] == ((2, 3), "float32")
+    with pytest.raises(SourceError, match="'weight' is on the meta device"):
+        source.shards()
+
+
+def test_refuses_subclasses_that_hide_their_memory() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    module = nn.Linear(3, 2)
+    module.weight = nn.Parameter(TwoTensor(torch.ones(2, 3), torch.ones(2, 3)))
+    with pytest.raises(SourceError, match="'weight' is a TwoTensor"):
+        ModuleSource(module)
+
+
+def test_manifest_of_a_source_is_valid() -> None:
+    tensors = tuple(ModuleSource(Head(), dtype=torch.bfloat16).metadata())
+    assert wire.decode(wire.encode(tensors), tuple[wire.TensorMeta, ...]) == tensors
+
+
+def test_shards_of_hundreds_of_parameters_take_milliseconds() -> None:
+    module = nn.ModuleList([nn.Linear(4, 4) for _ in range(200)])
+    source = ModuleSource(module)
+    source.shards()
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        assert len(source.shards()) == 400
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.02, f"{min(times) * 1e3:.1f} ms"
+
+
+@pytest.mark.gpu
+def test_parameters_on_several_devices() -> None:
+    module = nn.Sequential(nn.Linear(3, 2).cuda(), nn.Linear(2, 2))
+    shards = {shard.name: shard.tensor for shard in ModuleSource(module).shards()}
+    assert shards["0.weight"].data_ptr() == module[0].weight.data_ptr()
+    assert {name: tensor.device.type for name, tensor in shards.items()} == {
+        "0.weight": "cuda", "0.bias": "cuda", "1.weight": "cpu", "1.bias": "cpu",
+    }  # fmt: skip

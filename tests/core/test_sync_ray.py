@@ -1,0 +1,137 @@
+"""Whole syncs over Ray: two FSDP2 ranks as actors, tensor-parallel plain modules as actors, every link kind and mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.integration
+
+HIDDEN, LAYERS = 64, 3
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(101, HIDDEN)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN + 32 * i, bias=i % 2 == 0) for i in range(LAYERS))
+
+
+def build_trained() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def build_served() -> Model:
+    model = build_trained()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(-1)
+    return model
+
+
+class Trainer:
+    def __init__(self, rank: int, world_size: int, rendezvous: str) -> None:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+        self.rank, self.world_size = rank, world_size
+        self.model = build_trained()
+        for layer in self.model.layers:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    def join(self, group: str, options: dict) -> str:
+        from rdt_core.sources import ModuleSource
+        from rdt_core.sync import WeightSync
+
+        dtype = options.pop("dtype", None)
+        source = ModuleSource(self.model, dtype=dtype)
+        self.sync = WeightSync.join(group, source=source, rank=self.rank, world_size=self.world_size, timeout_s=120, **options)
+        return self.sync.mode
+
+    def attach(self, workers) -> None:
+        from rdt_core.replica import ModuleReplica
+
+        self.sync.attach(ModuleReplica(workers))
+
+    def step(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.distributed.tensor.DTensor.from_local(
+                torch.randn(parameter.to_local().shape, generator=generator), parameter.device_mesh, parameter.placements,
+                shape=parameter.shape, stride=parameter.stride(),
+            )
+        self.optimizer.step()
+
+    def publish(self, version: int):
+        return self.sync.publish(version)
+
+    def full(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.full_tensor().detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def leave(self) -> None:
+        self.sync.leave()
+
+
+@pytest.fixture(scope="module")
+def trainers(ray_cluster, tmp_path_factory):
+    import ray
+
+    rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
+    actors = [
+        ray.remote(Trainer).options(num_cpus=0, enable_tensor_transport=True).remote(rank, 2, str(rendezvous)) for rank in range(2)
+    ]
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("kind", ["mapped", "prepared", "ray"])
+@pytest.mark.parametrize("mode", ["live", "snapshot", "bucket"])
+def test_three_syncs_are_exact(trainers, mode, kind):
+    import ray
+
+    from rdt_core.replica import ModuleWorker
+
+    options = {"mode": mode, "kinds": (kind,), "bucket_bytes": 20_000}
+    group = f"{mode}-{kind}"
+    assert ray.get([trainer.join.remote(group, dict(options)) for trainer in trainers]) == [mode, mode]
+    workers = [ray.remote(ModuleWorker).options(num_cpus=0, enable_tensor_transport=True).remote(build_served)]
+    try:
+        ray.get(trainers[0].attach.remote(workers))
+        for version in (1, 2, 3):
+            ray.get([trainer.step.remote(version) for trainer in trainers])
+            reports = ray.get([trainer.publish.remote(version) for trainer in trainers])
+            want = ray.get([trainer.full.remote() for trainer in trainers])[0]
+            have = ray.get(workers[0].state.remote())
+            assert want.keys() == have.keys()
+            assert all(torch.equal(want[name], have[name]) for name in want)
+            assert {link.kind for link in reports[0].links} == {kind}
+            assert reports[0].bytes == sum(value.nbytes for value in want.values())
+    finally:
+        ray.get([trainer.leave.remote() for trainer in trainers])
+        for worker in workers:
+            ray.kill(worker)
+
+
+def test_a_cast_snapshot_lands_in_another_dtype(trainers):
+    import ray
+
+    from rdt_core.replica import ModuleWorker
+
+    ray.get([trainer.join.remote("cast", {"dtype": torch.bfloat16}) for trainer in trainers])
+    worker = ray.remote(ModuleWorker).options(num_cpus=0, enable_tensor_transport=True).remote(build_served)
+    try:
+        ray.get(trainers[0].attach.remote([worker]))
+        report = ray.get([trainer.publish.remote(1) for trainer in trainers])[0]
+        want = ray.get([trainer.full.remote() for trainer in trainers])[0]
+        have = ray.get(worker.state.remote())
+        assert report.mode == "snapshot"
+        assert all(torch.equal(value.bfloat16().float(), have[name]) for name, value in want.items())
+    finally:
+        ray.get([trainer.leave.remote() for trainer in trainers])
+        ray.kill(worker)

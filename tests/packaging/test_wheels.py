@@ -1,0 +1,150 @@
+"""The wheels are complete; each installs and imports alone, in an environment without any framework of either side."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rdt-core", "rdt-megatron", "rdt-sglang", "rdt-vllm")
+FRAMEWORKS = ("megatron", "sglang", "transformers", "vllm")
+VERSION = (ROOT / "VERSION").read_text().strip()
+
+# Imports every module of the package, except those for inside its framework, and asks for every public name, which must
+# be there or be refused with an error that names the framework. Prints the frameworks that came in on the way.
+IMPORT_ALL = """
+import importlib, importlib.metadata, importlib.util, pkgutil, sys
+from rdt_core.errors import VersionError
+package, framework = sys.argv[1:3]
+assert not [name for name in sys.argv[3:] if importlib.util.find_spec(name)], "the environment is not clean"
+root = importlib.import_module(package)
+assert root.__file__.startswith(sys.prefix), root.__file__
+count = 0
+for module in pkgutil.walk_packages(root.__path__, package + "."):
+    try:
+        importlib.import_module(module.name)
+        count += 1
+    except ModuleNotFoundError as error:
+        if not framework or not (error.name or "").startswith(framework):
+            raise
+for name in getattr(root, "__all__", ()):
+    try:
+        getattr(root, name)
+    except VersionError as error:
+        assert framework and framework in str(error) and "pip install" in str(error), error
+print(count, [name for name in sys.argv[3:] if name in sys.modules])
+"""
+
+
+def uv(*arguments: str | Path, cwd: Path = ROOT) -> None:
+    """Runs uv outside this environment; its output is part of the error."""
+    env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")}
+    command = [sys.executable, "-m", "uv", "--no-progress", *map(str, arguments)]
+    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Source distributions of every workspace member, and the wheels that were built from them."""
+    folder = tmp_path_factory.mktemp("dist")
+    uv("build", "--all-packages", "--out-dir", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def constraints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The lock's versions, so that a clean environment gets what was tested (and what the cache already holds)."""
+    path = tmp_path_factory.mktemp("lock") / "constraints.txt"
+    uv("export", "--frozen", "--all-packages", "--no-emit-workspace", "--no-hashes", "--quiet", "--output-file", path)
+    return path
+
+
+def wheel_of(dist: Path, package: str) -> Path:
+    return dist / f"{package.replace('-', '_')}-{VERSION}-py3-none-any.whl"
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(archive.read(name).decode())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_metadata(dist: Path, package: str) -> None:
+    metadata = metadata_of(wheel_of(dist, package))
+    assert (metadata["Name"], metadata["Version"]) == (package, VERSION)
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    assert metadata["Requires-Python"] == "<3.14,>=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert len(str(metadata.get_payload())) > 200, "the README is missing from the metadata"
+    assert metadata["Summary"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_frameworks_are_extras_and_the_core_is_pinned(dist: Path, package: str) -> None:
+    requirements = metadata_of(wheel_of(dist, package)).get_all("Requires-Dist")
+    always = [requirement for requirement in requirements if "extra ==" not in requirement]
+    if package != "rdt-core":
+        assert always == [f"rdt-core=={VERSION}"]
+        assert len(requirements) > 1, "an adapter names its framework as an extra"
+    assert not [requirement for requirement in always if requirement.startswith(FRAMEWORKS)]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_contents(dist: Path, package: str) -> None:
+    module = package.replace("-", "_")
+    with zipfile.ZipFile(wheel_of(dist, package)) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names} == {module, f"{module}-{VERSION}.dist-info"}
+    assert f"{module}/py.typed" in names
+    assert f"{module}-{VERSION}.dist-info/licenses/LICENSE" in names
+    source = {
+        str(path.relative_to(ROOT / "packages" / package / "src"))
+        for path in (ROOT / "packages" / package / "src" / module).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert source <= set(names)
+    with tarfile.open(dist / f"{module}-{VERSION}.tar.gz") as archive:
+        kept = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml"} <= kept
+    assert {f"src/{name}" for name in source} <= kept
+
+
+@pytest.mark.parametrize(
+    ("package", "framework"),
+    [("rdt-core", ""), ("rdt-megatron", "megatron"), ("rdt-sglang", "sglang"), ("rdt-vllm", "vllm")],
+)
+def test_installs_and_imports_alone(
+    dist: Path, constraints: Path, tmp_path: Path, package: str, framework: str
+) -> None:
+    environment = tmp_path / "environment"
+    python = environment / "bin" / "python"
+    uv("venv", "--python", sys.executable, environment, cwd=tmp_path)
+    uv(
+        *("pip", "install", "--python", python, "--find-links", dist, "--constraint", constraints),
+        f"{package}=={VERSION}",
+        cwd=tmp_path,
+    )
+    arguments = [python, "-c", IMPORT_ALL, package.replace("-", "_"), framework, *FRAMEWORKS]
+    result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    modules, frameworks = result.stdout.split(maxsplit=1)
+    assert frameworks.strip() == "[]", "a framework was imported by importing us"
+    assert int(modules) > 10 or package in ("rdt-megatron", "rdt-sglang", "rdt-vllm")
+    if package == "rdt-core":
+        command = [environment / "bin" / "rdt", "--help"]
+        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert shown.returncode == 0, shown.stderr
+        assert "demo" in shown.stdout
