@@ -177,6 +177,14 @@ def test_storages_are_found_once_each_and_whole() -> None:
     assert int(other.sum()) == 0
 
 
+def test_of_two_storages_at_one_address_the_larger_counts() -> None:
+    raw = np.zeros(64, dtype=np.uint8)
+    large, small = torch.from_numpy(raw), torch.from_numpy(raw[:16])
+    assert large.untyped_storage().nbytes() != small.untyped_storage().nbytes()
+    for order in ([large, small], [small, large]):
+        assert [tensor.numel() for tensor in memory.storages(order).values()] == [64]
+
+
 def test_fingerprint_notices_moved_and_resized_memory() -> None:
     tensors = [torch.zeros(8), torch.zeros(8)]
     before = memory.fingerprint(tensors)

@@ -78,8 +78,8 @@ class Owner:
         self.endpoint = transport.make_source_endpoint(kind, exchange=exchange)
         regions = tuple(self.endpoint.export(Region(region, tensor)) for region, tensor in self.tensors.items())
         return wire.SourceManifest(
-            group="g", rank=0, world_size=1, versions=VERSIONS, node=transport.node("cuda"), mode="live", mode_reason="",
-            tensors=(), shards=(), regions=regions, kinds=(kind,),
+            group="g", rank=0, world_size=1, versions=VERSIONS, node=transport.node("cuda"), mode="live",
+            mode_reason="", tensors=(), shards=(), regions=regions, kinds=(kind,),
         )  # fmt: skip
 
 

@@ -302,7 +302,7 @@ def _cell(
             exact=exact,
         )
     except (RdtError, ray.exceptions.RayError) as error:
-        return Cell(mode=mode, kind=kind, error=str(error).strip().splitlines()[-1])
+        return Cell(mode=mode, kind=kind, error=str(getattr(error, "cause", None) or error).strip())
     finally:
         ray.get([s.leave.remote() for s in sources])
         ray.kill(worker)

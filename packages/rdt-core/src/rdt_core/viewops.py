@@ -72,10 +72,10 @@ def _narrow(x: StandIn, dim: int, start: int, length: int) -> StandIn:
     for part in x.parts:
         size = part.twin.shape[dim]
         low, high = max(start, begin), min(start + length, begin + size)
-        if high > low or (length == 0 and not kept):
-            kept.append(_narrow(part, dim, max(low - begin, 0), max(high - low, 0)))
+        if high > low:
+            kept.append(_narrow(part, dim, low - begin, high - low))
         begin += size
-    return _join(kept, x.axis, twin)
+    return _join(kept or [_narrow(x.parts[0], dim, 0, 0)], x.axis, twin)
 
 
 def _select(x: StandIn, dim: int, index: int) -> StandIn:

@@ -24,6 +24,7 @@ from .versions import check_vllm
 
 #: seconds that an engine gets to end its processes before its actor is killed
 SHUTDOWN_S = 30.0
+LOGS = "its log is the newest worker-*.err of the Ray session, by default in /tmp/ray/session_latest/logs"
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -169,7 +170,8 @@ def _get(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
         raise DeadlineError(f"vLLM did not {what} within {timeout_s:.0f} s") from error
     except RayError as error:
         cause = getattr(error, "cause", None) or error
-        raise EngineError(f"vLLM failed to {what}: {type(cause).__name__}: {cause}") from error
+        # EngineCore writes its reason to the actor's log, and gives only its end to the caller
+        raise EngineError(f"vLLM failed to {what}: {type(cause).__name__}: {cause} ({LOGS})") from error
 
 
 def _end(handle: Any) -> None:

@@ -30,6 +30,11 @@ def cache_dir() -> Path:
     return Path(root) / "rdt" / f"{NAME}-float32-{LAYOUT}"
 
 
+def is_prepared() -> bool:
+    """Whether the default checkpoint was made already."""
+    return (cache_dir() / "config.json").is_file()
+
+
 def prepare() -> Path:
     """Makes the default checkpoint if it is not there yet (about 20 s and 540 MB) and returns its directory.
 
@@ -37,7 +42,7 @@ def prepare() -> Path:
         SourceError: the package has no GGUF file, or holds another number of weights than its own config asks for.
     """
     target = cache_dir()
-    if (target / "config.json").is_file():
+    if is_prepared():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     # written beside the target and renamed, so that an interrupted run leaves no half checkpoint that looks whole
@@ -49,7 +54,7 @@ def prepare() -> Path:
         try:
             os.rename(made, target)
         except OSError:
-            if not (target / "config.json").is_file():  # else another run was faster, and its files are the same
+            if not is_prepared():  # else another run was faster, and its files are the same
                 raise
     return target
 

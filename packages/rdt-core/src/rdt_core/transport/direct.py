@@ -15,6 +15,7 @@ from ..errors import DeadlineError, TransportError
 from .base import Copies
 from .copying import CopyProgram
 
+_SPIN_S = 300e-6
 _POLL_S = 50e-6
 
 
@@ -72,10 +73,15 @@ class MemoryTransfer:
         if not self._posted:
             raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes is waited for, but was not posted")
         if self._done is not None and self._stream is not None:
+            started = time.monotonic()
             while not self._done.query():
-                if time.monotonic() >= deadline:
-                    raise DeadlineError(f"{self._where}: {self.nbytes} bytes had not landed at the deadline")
-                time.sleep(_POLL_S)
+                now = time.monotonic()
+                if now >= deadline:
+                    raise DeadlineError(
+                        f"{self._where}: {self.nbytes} bytes had not landed after {now - started:.1f} s"
+                    )
+                if now - started > _SPIN_S:
+                    time.sleep(_POLL_S)
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
         self._posted = False
         self._check()

@@ -1,0 +1,128 @@
+"""Reports: rates, the slowest link, floors, and what is written for people and machines."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rdt_core import report
+from rdt_core.wire import LinkReport, ReaderReport, SyncReport
+from rich.console import Console
+
+pytestmark = pytest.mark.unit
+
+
+def sync(version: int = 7, links: tuple[LinkReport, ...] | None = None) -> SyncReport:
+    if links is None:
+        links = (
+            LinkReport(source=0, reader="a/0", kind="mapped", bytes=4_000_000_000, seconds=0.5),
+            LinkReport(source=1, reader="a/0", kind="prepared", bytes=1_000_000_000, seconds=2.0),
+            LinkReport(source=2, reader="a/0", kind="prepared", bytes=1_000_000_000, seconds=0.1),
+        )
+    reader = ReaderReport(
+        reader="a/0", incarnation="i", version=version, bytes=6_000_000_000, expected_bytes=6_000_000_000, digest="d",
+        phases={"transfer": 2.0}, links=links,
+    )  # fmt: skip
+    return SyncReport(
+        group="policy", version=version, seconds=3.0, phases={"pause": 0.25, "pull": 2.5}, bytes=6_000_000_000,
+        mode="live", mode_reason="same dtype", readers=(reader,), replicas=("a",),
+    )  # fmt: skip
+
+
+def test_rate() -> None:
+    assert report.rate(2_000_000_000, 0.5) == 4.0
+    assert report.rate(0, 0.0) == 0.0
+    assert report.rate(1, 0.0) == math.inf
+
+
+def test_slowest_is_the_link_that_took_longest() -> None:
+    assert report.slowest(sync()).source == 1
+    assert report.slowest(sync(links=())) is None
+
+
+def test_by_kind() -> None:
+    kinds = report.by_kind(sync())
+    assert {kind: (total.bytes, total.seconds) for kind, total in kinds.items()} == {
+        "mapped": (4_000_000_000, 0.5),
+        "prepared": (2_000_000_000, 2.0),
+    }
+
+
+def test_slow_links() -> None:
+    (line,) = report.slow_links(sync(), {"prepared": 1.0, "mapped": 8.0})
+    assert line == "1 -> a/0 (prepared) ran at 0.50 GB/s, below its floor of 1 GB/s (1000000000 bytes)"
+    assert report.slow_links(sync(), {}) == []
+    tiny = (LinkReport(source=0, reader="a/0", kind="mapped", bytes=1000, seconds=1.0),)
+    assert report.slow_links(sync(links=tiny), {"mapped": 8.0}) == []
+    assert len(report.slow_links(sync(links=tiny), {"mapped": 8.0}, least_bytes=0)) == 1
+
+
+def test_log_line() -> None:
+    line = report.log_line(sync())
+    assert line == (
+        "version 7 of 'policy': 6.000 GB to 1 engine ranks in 3.000 s (2.00 GB/s), mode live, "
+        "slowest link 1 -> a/0 (prepared) 0.50 GB/s in 2.000 s"
+    )
+    assert report.log_line(sync(links=())).endswith("no link")
+
+
+def test_to_dict_is_json() -> None:
+    untimed = LinkReport(source=0, reader="a/0", kind="mapped", bytes=5, seconds=0.0)
+    for one in (sync(), sync(links=(untimed,)), sync(links=())):
+        json.dumps(report.to_dict(one), allow_nan=False)
+    value = report.to_dict(sync())
+    assert (value["version"], value["phases"], value["gbps"]) == (7, {"pause": 0.25, "pull": 2.5}, 2.0)
+    assert value["links"][1] == {
+        "source": 1, "reader": "a/0", "kind": "prepared", "bytes": 1_000_000_000, "seconds": 2.0, "gbps": 0.5,
+    }  # fmt: skip
+    assert value["kinds"]["mapped"]["gbps"] == 8.0
+    assert value["slowest"]["source"] == 1
+
+
+def test_table_has_a_row_for_each_sync() -> None:
+    out = io.StringIO()
+    result = report.table([sync(7), sync(8)])
+    Console(file=out, width=200).print(result)
+    assert result.row_count == 2
+    for part in ("version", "pause ms", "pull ms", "250.0", "3000.0", "6000.0", "mapped 8.00 GB/s, prepared 1.00 GB/s"):
+        assert part in out.getvalue()
+
+
+def test_write_json(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "report.json"
+    report.write_json(path, {"steps": [sync()]})
+    assert json.loads(path.read_text())["steps"][0]["readers"][0]["reader"] == "a/0"
+    with pytest.raises(ValueError, match="JSON compliant"):
+        report.write_json(path, {"reward": math.nan})
+    assert json.loads(path.read_text())["steps"]
+    assert os.listdir(path.parent) == ["report.json"]
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out" / "report.png"
+    report.plot(path, [{"version": i, "reward": i * 0.5, "seconds": 1.0} for i in range(3)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 5_000
+
+
+def test_plot_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no such thing')")
+    code = "from rdt_core.report import plot; plot('x.png', [])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "RdtError: drawing needs matplotlib" in done.stderr
+    assert "rdt-core[demo]" in done.stderr
+    assert not (tmp_path / "x.png").exists()

@@ -1,0 +1,114 @@
+"""The main job as a user runs it: a real engine, real ranks, a tiny checkpoint; and how it ends when things go wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.engine
+
+TIMEOUT_S = 400
+STEP_FIELDS = {"version", "reward", "seconds", "phases", "bytes", "mode", "links", "max_abs_logprob_error"}
+
+
+def _command(checkpoint: Path, out: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "rdt_core.cli", "demo", "--model", str(checkpoint), "--out", str(out), *arguments]
+
+
+def _payload(checkpoint: Path, itemsize: int) -> int:
+    from safetensors import safe_open
+
+    (file,) = checkpoint.glob("*.safetensors")
+    with safe_open(file, "pt") as opened:
+        return itemsize * sum(opened.get_tensor(name).numel() for name in opened.keys())  # noqa: SIM118 - no mapping
+
+
+def test_json_is_the_report_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
+    result = subprocess.run(
+        _command(checkpoint, tmp_path, "--steps", "2", "--json"), capture_output=True, timeout=TIMEOUT_S, check=False
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    report = json.loads(result.stdout)
+    assert result.stdout == (tmp_path / "report.json").read_bytes()
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+    assert set(report) == {"trainer", "engine", "model", "steps"}
+    assert report["trainer"] == "fsdp:ranks=2"
+    assert report["engine"].startswith("vllm 0.")
+    assert report["model"] == checkpoint.name
+    assert [step["version"] for step in report["steps"]] == [1, 2]
+    for step in report["steps"]:
+        assert set(step) == STEP_FIELDS
+        assert 0 <= step["reward"] <= 1
+        assert step["mode"] == "live"
+        assert step["bytes"] == _payload(checkpoint, 4) == sum(link["bytes"] for link in step["links"])
+        assert {(link["source"], link["reader"], link["kind"]) for link in step["links"]} == {
+            (0, "vllm/0", "mapped"),
+            (1, "vllm/0", "mapped"),
+        }
+        assert all(0 < seconds <= step["seconds"] + 1e-6 for seconds in step["phases"].values())
+        assert step["max_abs_logprob_error"] < 1e-4
+
+
+def test_the_table_tells_mode_and_link_that_were_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ("--steps", "1", "--dtype", "bfloat16", "--mode", "bucket", "--link", "prepared")
+    result = subprocess.run(
+        _command(checkpoint, tmp_path, *arguments), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    row = next(line.split("│") for line in result.stdout.splitlines() if line.startswith("│       1 "))
+    assert row[6].strip() == "bucket"
+    assert "2 prepared" in row[7]
+    (step,) = json.loads((tmp_path / "report.json").read_text())["steps"]
+    assert step["bytes"] == _payload(checkpoint, 2)
+    assert "every version served was the version trained" in result.stdout
+
+
+def test_an_engine_that_serves_other_weights_ends_the_run(checkpoint: Path, tmp_path: Path) -> None:
+    program = Path(__file__).with_name("reloading_program.py")
+    result = subprocess.run(
+        [sys.executable, program, checkpoint, tmp_path], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert result.returncode == 1, result.stderr
+    assert "DemoError: version 1: the engine's log-probabilities differ from the trainer's" in result.stderr
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_engine_starts_ends_everything(
+    checkpoint: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        run = subprocess.Popen(_command(checkpoint, tmp_path), stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 120
+        while not _engine_core(run.pid):
+            assert run.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, "the engine's process was not seen"
+            time.sleep(0.2)
+        family = psutil.Process(run.pid).children(recursive=True)
+        run.send_signal(number)
+        assert run.wait(timeout=60) == status, log.read_text()
+    finally:
+        run.kill()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert [process.name() for process in alive] == []
+    assert not (tmp_path / "report.json").exists()
+
+
+def _engine_core(parent: int) -> bool:
+    for process in psutil.Process(parent).children(recursive=True):
+        try:
+            if "EngineCore" in process.name() or any("EngineCore" in part for part in process.cmdline()):
+                return True
+        except psutil.Error:
+            continue
+    return False
