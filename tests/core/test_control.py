@@ -209,7 +209,7 @@ def test_errors_cross_the_actor_with_class_and_text(ray_cluster: Cluster) -> Non
         (MembershipError, "the group was opened for 2", lambda: again.join(source(0, 3), token(0))),
         (VersionError, "speaks wire format 9.0", lambda: again.join(source(1, 2, versions=newer), token(1))),
         (CoverageError, "declares other checkpoint tensors", lambda: again.join(source(1, 2, tensors=()), token(1))),
-        (WireError, "source rank 9 is outside its world of 2", lambda: again.join(source(9, 2), token(9))),
+        (WireError, "source rank 9: outside its world of 2", lambda: again.join(source(9, 2), token(9))),
         (DeadlineError, "group 'policy': waited 0.2 s for all 2 source ranks to join; no", lambda: again.sources(0.2)),
         (SyncError, "stale: sync 5 of group 'policy' is over; none has begun", lambda: again.published(0, 5, 0)),
     ):
@@ -219,7 +219,7 @@ def test_errors_cross_the_actor_with_class_and_text(ray_cluster: Cluster) -> Non
         assert text in str(found.value)
         assert "Traceback" not in str(found.value)
     with pytest.raises(SyncError, match="broke in join: TypeError"):
-        again._call("join", (), 5.0)
+        again._call("join", (3, "not a message"), 5.0)
     with pytest.raises(DeadlineError, match=r"did not answer sources within 0\.1 s"):
         again._call("sources", (30.0,), 0.1)
 
@@ -230,7 +230,7 @@ def test_a_group_that_is_not_there_is_named_with_those_that_are(ray_cluster: Clu
     began = time.monotonic()
     with pytest.raises(DeadlineError) as found:
         open_coordinator("other", namespace="here", create=False, timeout_s=0.5)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     for part in (
         "waited 0.5 s",
         "'rdt.other' in namespace 'here'",
@@ -254,7 +254,7 @@ def test_a_coordinator_ends_with_the_process_that_created_it(ray_cluster: Cluste
             waiting = pool.submit(control.replica_ready, "a", WATCHDOG_S)
             time.sleep(0.2)
             owner.kill()
-            with pytest.raises(SyncError, match="the coordinator of group 'policy' died .called for replica_ready."):
+            with pytest.raises(SyncError, match=r"the coordinator of group 'policy' died \(called for replica_ready\)"):
                 waiting.result(WATCHDOG_S)
         with pytest.raises(SyncError, match="the coordinator of group 'policy' died"):
             control.current()
@@ -272,11 +272,15 @@ def test_dropping_the_control_that_created_it_ends_the_coordinator(ray_cluster: 
     created.close()
     with pytest.raises(SyncError, match="is closed"):
         created.current()
-    give_up = time.monotonic() + WATCHDOG_S
-    with pytest.raises(SyncError, match="died"):
+
+    def call_until_it_fails() -> None:
+        give_up = time.monotonic() + WATCHDOG_S
         while time.monotonic() < give_up:
             found.current()
             time.sleep(0.05)
+
+    with pytest.raises(SyncError, match="died"):
+        call_until_it_fails()
 
 
 @pytest.mark.integration

@@ -1,4 +1,4 @@
-"""The coordinator on a jumping clock: barriers, deadlines, failures, accounts, and random interleavings of all of it."""
+"""The coordinator on a jumping clock: barriers, deadlines, failures, accounts, and random interleavings of them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_a_deadline_names_the_source_ranks_that_did_not_join() -> None:
     await coordinator.join(wire.encode(source(1, 3)), token(1))
     with pytest.raises(DeadlineError, match=r"'policy': waited 60 s for all 3 source ranks to join; no answer from"):
         await coordinator.sources(WAIT_S)
-    with pytest.raises(DeadlineError, match="source rank 0, source rank 2$"):
+    with pytest.raises(DeadlineError, match=r"source rank 0, source rank 2$"):
         await coordinator.sources(0)
 
 
@@ -167,7 +167,7 @@ async def test_a_replica_that_lost_a_rank_is_not_connected() -> None:
     group = await Group.make(2, a=2)
     await group.coordinator.disconnect("a/1", "first")
     assert await group.states() == {"a": "connecting"}
-    with pytest.raises(DeadlineError, match="no answer from engine rank a/1$"):
+    with pytest.raises(DeadlineError, match=r"no answer from engine rank a/1$"):
         await group.coordinator.replica_ready("a", 1)
     errors = await group.fails(1, ["a"])
     assert "engine rank a/1 not" in str(errors[0])
@@ -230,8 +230,8 @@ async def test_a_deadline_in_begin_is_the_same_for_everybody_and_the_barrier_sta
     patient, hasty = group.begin_one(0, 1, timeout_s=60), group.begin_one(2, 1, timeout_s=10)
     found = await asyncio.gather(patient, hasty, return_exceptions=True)
     expected = (
-        "version 1: source rank 2 failed in begin: waited 10 s for every source rank to begin version 1; no answer from "
-        "source rank 1"
+        "version 1: source rank 2 failed in begin: waited 10 s for every source rank to begin version 1; no answer "
+        "from source rank 1"
     )
     assert [(type(one), str(one)) for one in found] == [(SyncError, expected), (DeadlineError, expected)]
     assert asyncio.get_running_loop().time() == pytest.approx(10)
@@ -456,8 +456,8 @@ async def test_a_deadline_in_a_round_fails_the_sync_for_everybody() -> None:
     ]
     found = await asyncio.gather(*waits, return_exceptions=True)
     expected = (
-        "version 1: engine rank a/0 failed in await_round: waited 10 s for round 0 of sync 1 to be published; no answer "
-        "from source rank 0, source rank 2"
+        "version 1: engine rank a/0 failed in await_round: waited 10 s for round 0 of sync 1 to be published; no "
+        "answer from source rank 0, source rank 2"
     )
     assert [type(one) for one in found] == [DeadlineError, SyncError, SyncError, SyncError]
     assert {str(one) for one in found} == {expected}
@@ -513,7 +513,7 @@ async def test_a_commit_without_every_account_fails_the_sync() -> None:
     await group.commit(1)
     sync = await group.begin(2)
     await group.coordinator.done(wire.encode(report("a/0", 2)), sync)
-    with pytest.raises(SyncError, match="failed in commit: no account of the bytes from engine rank a/1$"):
+    with pytest.raises(SyncError, match=r"failed in commit: no account of the bytes from engine rank a/1$"):
         await group.coordinator.commit(sync, 0, 1.0, {})
     with pytest.raises(SyncError, match="failed in commit"):
         await group.coordinator.done(wire.encode(report("a/1", 2)), sync)

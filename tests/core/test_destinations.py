@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from rdt_core.destinations import Destinations
 from rdt_core.errors import TracingError
-from torch import nn
 
 pytestmark = pytest.mark.unit
 

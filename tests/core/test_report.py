@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
 from rdt_core import report
 from rdt_core.wire import LinkReport, ReaderReport, SyncReport
-from rich.console import Console
 
 pytestmark = pytest.mark.unit
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rdt_core import wire
 from rdt_core.errors import SourceError
@@ -85,21 +86,22 @@ def test_a_transposed_or_sliced_parameter_keeps_its_strides() -> None:
     assert torch.equal(shard.tensor, storage[1:4, 2:6:2].t())
 
 
-def test_memory_is_not_kept_alive() -> None:
+def test_memory_that_was_replaced_is_not_kept_alive() -> None:
     module = nn.Linear(3, 2)
     source = ModuleSource(module)
     source.shards()
-    storage = module.weight.untyped_storage()
-    references = storage._use_count()
-    source.shards()
-    assert storage._use_count() == references
+    storage = StorageWeakRef(module.weight.untyped_storage())
+    assert not storage.expired()
+    module.weight.data = torch.ones(2, 3)
+    assert storage.expired()
 
 
 def test_dtype_on_the_wire() -> None:
     module = Head()
     source = ModuleSource(module, dtype=torch.float16)
     assert {name: dtype for name, (_, dtype) in declared(source).items()} == {
-        "bias": "float32", "steps": "int64", "embed.weight": "float16", "layer.weight": "float16", "layer.bias": "float16",
+        "bias": "float32", "steps": "int64",
+        "embed.weight": "float16", "layer.weight": "float16", "layer.bias": "float16",
     }  # fmt: skip
     assert {shard.tensor.dtype for shard in source.shards()} == {torch.float32, torch.int64, torch.bfloat16}
     chosen = ModuleSource(module, dtype=lambda name, own: torch.float64 if name == "bias" else None)
@@ -127,9 +129,7 @@ def test_rename_by_function_and_by_prefix() -> None:
     assert declared(by_prefix).keys() == declared(by_function).keys() == expected
     assert {shard.name for shard in by_prefix.shards()} == expected
     with pytest.raises(SourceError, match=r"'1\.weight' and '0\.weight' would both be checkpoint tensor 'x'"):
-        ModuleSource(
-            nn.ModuleList([nn.Linear(1, 1, bias=False)] + [nn.Linear(1, 1, bias=False)]), rename=lambda name: "x"
-        )
+        ModuleSource(nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]), rename=lambda name: "x")
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:

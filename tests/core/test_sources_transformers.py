@@ -1,4 +1,4 @@
-"""What ModuleSource declares of transformers' models is what `save_pretrained` writes, name by name and byte by byte."""
+"""What ModuleSource declares of transformers' models is what `save_pretrained` writes: names and bytes."""
 
 from __future__ import annotations
 

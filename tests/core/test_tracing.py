@@ -9,13 +9,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from rdt_core.errors import TracingError
 from rdt_core.geometry import OPS, chain_shape, replay
 from rdt_core.standins import StandIn
 from rdt_core.tracing import Destinations, Fill, Trace, trace
 from rdt_core.wire import TensorMeta
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.unit
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from rdt_core.errors import VersionError
 from rdt_core.versions import check_dtypes, check_local, check_peer, current, installed, problems, rdt_version
 from rdt_core.wire import WIRE_MAJOR, TensorMeta
@@ -26,7 +27,9 @@ def test_good() -> None:
     assert found() == []
 
 
-@pytest.mark.parametrize("version", ["2.56", "2.56.0", "2.56.0rc1", "2.100.1", "3.0.0.dev0", "2.57.0.dev20261101+g1a2b3c"])
+@pytest.mark.parametrize(
+    "version", ["2.56", "2.56.0", "2.56.0rc1", "2.100.1", "3.0.0.dev0", "2.57.0.dev20261101+g1a2b3c"]
+)
 def test_ray_new_enough(version: str) -> None:
     assert found(ray=version) == []
 

@@ -9,16 +9,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
+
 from rdt_core.errors import TracingError
 from rdt_core.geometry import OPS, chain_shape, replay
 from rdt_core.standins import HANDLERS, StandIn
 from rdt_core.tracing import Destinations, trace
 from rdt_core.wire import TensorMeta
-from torch import nn
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*T.*deprecated")]
 
 EXAMPLES = 20_000 if os.environ.get("RDT_HYPOTHESIS") == "deep" else 1_500
+
+
+NAMES = [
+    "narrow", "select", "unsqueeze", "squeeze", "transpose", "t", "permute", "flatten", "reshape", "view", "contiguous",
+    "chunk", "split", "unbind", "getitem", "to", "T", "mT", "swapaxes", "tensor_split", "clone", "view_as", "unflatten",
+]  # fmt: skip
 
 
 @st.composite
@@ -27,12 +34,7 @@ def step(draw, shape: tuple[int, ...]) -> tuple[str, tuple[Any, ...]]:
     rank = len(shape)
     dim = draw(st.integers(-rank - draw(st.sampled_from([0, 0, 0, 1])), max(rank - 1, 0)))
     size = shape[dim] if -rank <= dim < rank else 1
-    name = draw(
-        st.sampled_from(
-            "narrow select unsqueeze squeeze transpose t permute flatten reshape view contiguous chunk split unbind "
-            "getitem to T mT swapaxes tensor_split clone view_as unflatten".split()
-        )
-    )
+    name = draw(st.sampled_from(NAMES))
     match name:
         case "narrow":
             start = draw(st.integers(-size, size))
@@ -98,7 +100,9 @@ def agree(real: torch.Tensor, fake: torch.Tensor) -> None:
         assert [stride for stride, size in zip(fake.stride(), fake.shape, strict=True) if size > 1] == own
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(st.data())
 def test_any_chain_gives_what_torch_gives(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
@@ -130,7 +134,9 @@ def test_any_chain_gives_what_torch_gives(data: st.DataObject) -> None:
             try:
                 faked = call(fake, name, args)
             except TracingError as error:
-                assert "concatenation" in str(error)
+                # torch has a meaning for two ellipses, and for reshaping a concatenation; these are refused on purpose
+                if not any(reason in str(error) for reason in ("concatenation", "more than one ellipsis")):
+                    raise
                 outcome["refused"] = True
                 return
             if isinstance(after, tuple | list):
@@ -228,6 +234,8 @@ def test_cat_of_cat_and_narrow_across_parts() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["expand", "repeat_interleave", "index_select", "roll", "gather", "where", "sum", "bmm"])
+@pytest.mark.parametrize(
+    "name", ["expand", "repeat_interleave", "index_select", "roll", "gather", "where", "sum", "bmm"]
+)
 def test_the_list_is_closed(name: str) -> None:
     assert getattr(torch.Tensor, name) not in HANDLERS

@@ -1,4 +1,4 @@
-"""The main job as a user runs it: a real engine, real ranks, a tiny checkpoint; and how it ends when things go wrong."""
+"""The main job as a user runs it: a real engine, real ranks, a tiny checkpoint; and how it ends when all goes wrong."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_sides_do_not_know_each_other() -> None:
         assert ALLOWED[package] & (ENGINES | TRAINERS) == {engine}
 
 
+@functools.cache
 def room_graph() -> dict[str, set[str]]:
     """Returns, for each room of the core (a module or a folder), the rooms that it imports when it runs."""
     graph: dict[str, set[str]] = {}

@@ -355,8 +355,8 @@ def _check_destinations(columns: Columns, owner: Array, slices: Sequence[Slice],
         one, other = (slices[int(owner[index])] for index in clash)
         raise CoverageError(
             f"{route.reader}: {_name(one)} and {_name(other)} write the same bytes of {one.destination!r}, from byte "
-            f"{max(int(offset[index]) for index in clash)} on; the loader must write each byte once, or the source must "
-            f"leave one of the two out"
+            f"{max(int(offset[index]) for index in clash)} on; the loader must write each byte once, or the source "
+            f"must leave one of the two out"
         )
 
 

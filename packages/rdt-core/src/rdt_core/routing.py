@@ -147,14 +147,14 @@ class Routing:
         if clash is not None:
             (one, ranks), (other, others) = held[clash[0]], held[clash[1]]
             raise CoverageError(
-                f"shards of {meta.name!r}, shape {meta.shape}, overlap without being equal: {one} of source rank "
-                f"{_ranks(ranks)} and {other} of source rank {_ranks(others)}{more}; replicas must declare equal boxes, "
+                f"shards of {meta.name!r}, shape {meta.shape}, overlap without being equal: {one} of source "
+                f"rank {_ranks(ranks)} and {other} of source rank {_ranks(others)}{more}; replicas must declare equal boxes, "
                 f"and all others disjoint ones"
             )
         missing = subtract(Box.full(meta.shape), (box for box, _ in held))[0]
         raise CoverageError(
-            f"no source rank holds elements {missing} of tensor {meta.name!r}, shape {meta.shape}; {self.world_size} source "
-            f"ranks hold {len(held)} boxes of it{more}; declare the missing shard, or leave the tensor out of the metadata"
+            f"no source rank holds elements {missing} of tensor {meta.name!r}, shape {meta.shape}; {self.world_size} "
+            f"source ranks hold {len(held)} boxes of it{more}; declare the missing shard, or leave the tensor out"
         )
 
     def choose(self, reader_index: int, reader_count: int, node: NodeMeta | None = None) -> Route:

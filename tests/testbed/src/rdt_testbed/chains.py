@@ -72,7 +72,9 @@ def ops(draw: st.DrawFn, shape: tuple[int, ...], casts: bool = True) -> Op:
     if kind == "narrow":
         axis = dim(list(range(rank)))
         start = draw(st.integers(0, shape[axis]))
-        length = draw(st.integers(0 if draw(st.integers(0, 15)) == 15 else min(1, shape[axis] - start), shape[axis] - start))
+        length = draw(
+            st.integers(0 if draw(st.integers(0, 15)) == 15 else min(1, shape[axis] - start), shape[axis] - start)
+        )
         return ("narrow", (axis, start - shape[axis] if sign and start < shape[axis] else start, length))
     if kind == "select":
         axis = dim(wide)
@@ -104,7 +106,9 @@ def ops(draw: st.DrawFn, shape: tuple[int, ...], casts: bool = True) -> Op:
         step = draw(st.integers(0, 5)) == 5
         items: list[Any] = []
         for size in shape[: draw(st.integers(0, rank))]:
-            items.append(draw(st.integers(-size, size - 1)) if size and draw(st.booleans()) else _slice(draw, size, step))
+            items.append(
+                draw(st.integers(-size, size - 1)) if size and draw(st.booleans()) else _slice(draw, size, step)
+            )
         extra = draw(st.sampled_from(["", "ellipsis", "none"]))
         if extra == "ellipsis":
             items.append(Ellipsis)

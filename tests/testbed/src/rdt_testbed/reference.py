@@ -63,7 +63,11 @@ def trace_of(slices: Sequence[Slice], tensors: Sequence[TensorMeta]) -> Trace:
     taken = {part.name for part in slices}
     names = tuple(meta.name for meta in tensors)
     return Trace(
-        slices=tuple(slices), offered=names, taken=tuple(n for n in names if n in taken), tensors=tuple(tensors), fills=()
+        slices=tuple(slices),
+        offered=names,
+        taken=tuple(n for n in names if n in taken),
+        tensors=tuple(tensors),
+        fills=(),
     )
 
 
@@ -98,7 +102,11 @@ def execute(plan: Plan, sources: Mapping[tuple[int, int], np.ndarray], destinati
             target[write : write + width] = source[read : read + width]
     for staged in plan.staged:
         box = view_of(
-            memory[staged.destination], staged.dtype, 0, staged.box_shape, torch.empty(staged.box_shape, device="meta").stride()
+            memory[staged.destination],
+            staged.dtype,
+            0,
+            staged.box_shape,
+            torch.empty(staged.box_shape, device="meta").stride(),
         )
         value = replay(box.permute(staged.axes).reshape(staged.shape), staged.rest)
         view_of(

@@ -7,6 +7,7 @@ placements say.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -87,13 +88,18 @@ def held_whole(tensor: torch.Tensor) -> tuple[Held, ...]:
     return (Held(offset=(0,) * tensor.ndim, shape=tuple(tensor.shape), start=0, strides=tuple(tensor.stride())),)
 
 
+def _imported(module: str, name: str) -> type | None:
+    """Returns a class if its module is imported already: only then can there be objects of it.
+
+    Importing them takes seconds, which a trainer of a plain module should not pay.
+    """
+    return getattr(sys.modules.get(module), name, None)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a DTensor."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    kind = _imported("torch.distributed.tensor", "DTensor")
+    return kind is not None and isinstance(tensor, kind)
 
 
 def held_dtensor(name: str, tensor: Any) -> tuple[Held, ...]:
@@ -238,13 +244,12 @@ def flat_parameters(module: nn.Module) -> dict[tuple[int, str], FlatParameter]:
     Raises:
         SourceError: FSDP1 without `use_orig_params`, or a parameter that it flattened out of row-major order.
     """
-    if not torch.distributed.is_available():
+    kind = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if kind is None:
         return {}
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     found: dict[tuple[int, str], FlatParameter] = {}
     for path, child in module.named_modules():
-        if not isinstance(child, FullyShardedDataParallel):
+        if not isinstance(child, kind):
             continue
         handle = child._handle
         if handle is None:
@@ -278,13 +283,12 @@ def flat_parameters(module: nn.Module) -> dict[tuple[int, str], FlatParameter]:
 
 def sharded_groups(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields (path, parameter group) for each parameter group of each FSDP2 module below `module`."""
-    if not torch.distributed.is_available():
+    kind = _imported("torch.distributed.fsdp", "FSDPModule")
+    if kind is None:
         return
-    from torch.distributed.fsdp import FSDPModule
-
     for path, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            state = child._get_fsdp_state()
+        if isinstance(child, kind):
+            state: Any = child._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
             if groups is None:
                 groups = [state._fsdp_param_group]

@@ -246,3 +246,14 @@ def _check_tiling(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> N
         total *= extent
     if volume != total:
         raise SourceError(f"the rule for {name!r} of shape {shape} declares {volume} elements of {total}")
+    open_parts: list[Part] = []
+    for part in sorted((part for part in parts if 0 not in part.shape), key=lambda part: part.offset[:1]):
+        # Sorted along axis 0, so that only the parts that still run where this one starts can overlap it.
+        open_parts = [other for other in open_parts if not shape or other.offset[0] + other.shape[0] > part.offset[0]]
+        for other in open_parts:
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(part.offset, part.shape, other.offset, other.shape, strict=True)
+            ):
+                raise SourceError(f"a rule makes {other.name!r} and {part.name!r} of {name!r} overlap")
+        open_parts.append(part)
