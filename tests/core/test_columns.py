@@ -102,6 +102,7 @@ def test_merges_what_continues() -> None:
     assert shape_of(block, block | {"source_offset": 24, "destination_offset": 48, "rows": 2}) == [(5, 4)]
     assert shape_of(block, block | {"source_offset": 4, "destination_offset": 4}) == [(3, 8)]
     assert shape_of(block, block | {"source_offset": 4, "destination_offset": 8}) == [(3, 4), (3, 4)]
+    assert shape_of(block, block | {"source_offset": 4, "destination_offset": 4, "rows": 2}) == [(3, 4), (2, 4)]
     solid = {"rows": 3, "source_pitch": 4, "destination_pitch": 4}
     assert shape_of(solid) == [(1, 12)]
 

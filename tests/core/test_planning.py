@@ -390,7 +390,7 @@ def test_describe_is_for_people() -> None:
     [
         (
             {"name": "layers.0.x"},
-            "reader 0 of 1 wants 'layers.0.x' for 'w', but no source rank declares it; closest of 1 names: 'layers.0.w'",
+            "reader 0 of 1 wants 'layers.0.x' for 'w', but no source rank declares it; closest of 1 names: layers.0.w",
         ),
         (
             {"shape": (8, 1, 5)},
@@ -411,10 +411,7 @@ def test_refuses_slices_that_cannot_land(changes: dict[str, Any], text: str) -> 
     world = two_halves()
     world.land(0, (), "w")
     world.slices = [dataclasses.replace(world.slices[0], **changes)]
-    with pytest.raises(
-        CoverageError,
-        match=re.escape(text.replace("closest of 1 names: 'layers.0.w'", "closest of 1 names: layers.0.w")),
-    ):
+    with pytest.raises(CoverageError, match=re.escape(text)):
         world.plan()
 
 

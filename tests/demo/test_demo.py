@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -89,16 +90,21 @@ def test_a_signal_while_the_engine_starts_ends_everything(
     with log.open("w") as file:
         run = subprocess.Popen(_command(checkpoint, tmp_path), stdout=file, stderr=file)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + TIMEOUT_S / 2
         while not _engine_core(run.pid):
             assert run.poll() is None, log.read_text()
             assert time.monotonic() < deadline, "the engine's process was not seen"
             time.sleep(0.2)
         family = psutil.Process(run.pid).children(recursive=True)
         run.send_signal(number)
-        assert run.wait(timeout=60) == status, log.read_text()
+        assert run.wait(timeout=TIMEOUT_S / 4) == status, log.read_text()
     finally:
-        run.kill()
+        if run.poll() is None:
+            left = psutil.Process(run.pid).children(recursive=True)
+            for process in (run, *left):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            run.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert [process.name() for process in alive] == []
     assert not (tmp_path / "report.json").exists()

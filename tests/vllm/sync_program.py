@@ -7,6 +7,7 @@ what the engine computes is the trainer's model in transformers.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -18,7 +19,10 @@ from rdt_testbed import models
 from rdt_testbed.cluster import local_cluster
 
 PROMPTS = [[3, 4, 5, 6], [10, 11, 200, 57, 9]]
+LONG = [(7 * index) % 250 + 3 for index in range(40)]  # more than one block of the prefix cache
+BLOCK = 32
 TOKENS = 6
+LIMIT = 128
 WORLD = 2
 
 
@@ -66,99 +70,216 @@ class Trainer:
     def publish(self, version: int) -> Any:
         return self.sync.publish(version)
 
+    def publish_and_die(self, version: int, rounds: int) -> None:
+        """This process ends when it has made `rounds` rounds readable: the reader has some of the bytes by then."""
+        written = self.sync._publisher.rounds_written
+
+        def some() -> Any:
+            for number in written():
+                if number == rounds:
+                    time.sleep(1.0)
+                    os._exit(1)
+                yield number
+
+        self.sync._publisher.rounds_written = some
+        self.sync.publish(version)
+
     def leave(self) -> None:
         self.sync.leave()
 
 
+def make_trainers(folder: Path, name: str, settings: dict[str, Any]) -> list[Any]:
+    import ray
+
+    actor = ray.remote(Trainer).options(num_cpus=0, enable_tensor_transport=True)
+    return [
+        actor.remote(rank, str(folder / f"rendezvous-{name}"), settings["kind"], settings.get("changes", {}))
+        for rank in range(WORLD)
+    ]
+
+
 def main(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     import ray
-    from rdt_vllm import VllmRayEngine, launch
+    from rdt_vllm import launch
 
-    kind, changes = settings["kind"], settings.get("changes", {})
-    models.save(models.build(kind, seed=0, **changes), folder / "start")
+    models.save(models.build(settings["kind"], seed=0, **settings.get("changes", {})), folder / "start")
     began = time.time()
-    trainers = [
-        ray.remote(Trainer).options(num_cpus=0, enable_tensor_transport=True).remote(
-            rank, str(folder / "rendezvous"), kind, changes
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
+    trainers = make_trainers(folder, "first", settings)
     server = launch(
         str(folder / "start"),
         env=settings.get("env", {}),
-        dtype=settings.get("dtype", "float32"), enforce_eager=True, max_model_len=64, skip_tokenizer_init=True,
-        max_num_seqs=4, load_format=settings.get("load_format", "auto"), enable_prefix_caching=True,
-        **settings.get("engine", {}),
+        dtype=settings.get("dtype", "float32"), enforce_eager=True, max_model_len=LIMIT, skip_tokenizer_init=True,
+        max_num_seqs=4, enable_prefix_caching=True, block_size=BLOCK, **settings.get("engine", {}),
     )  # fmt: skip
-    results: dict[str, Any] = {"engine": ray.get(server.ready.remote(), timeout=240)}
+    results: dict[str, Any] = {"engine": ray.get(server.ready.remote(), timeout=300), "errors": {}, "syncs": []}
     results["start_s"] = time.time() - began
     try:
-        results |= scenario(settings, folder, trainers, server, VllmRayEngine)
+        Run(settings, folder, trainers, server, results).all()
     finally:
         ray.get(server.shutdown.remote(), timeout=60)
     return results
 
 
-def scenario(settings: dict[str, Any], folder: Path, trainers: list[Any], server: Any, client_class: Any) -> dict[str, Any]:
-    import ray
+class Run:
+    """One engine and what is done to it, in the order of `all`."""
 
-    kind, changes = settings["kind"], settings.get("changes", {})
-    results: dict[str, Any] = {"syncs": [], "errors": {}}
-    versions = iter(range(1, 1000))
-    client = client_class(server, name="engine", cache=settings.get("cache", "reset"))
+    def __init__(
+        self, settings: dict[str, Any], folder: Path, trainers: list[Any], server: Any, results: dict[str, Any]
+    ) -> None:
+        self.settings, self.folder, self.trainers, self.server, self.results = settings, folder, trainers, server, results
+        self.version = 0
+        self.groups = 0
+        self.client: Any = None
 
-    def sync(seed: int) -> dict[str, Any]:
-        version = next(versions)
-        ray.get([trainer.set.remote(seed) for trainer in trainers])
+    def all(self) -> None:
+        import ray
+
+        for group in self.settings.get("groups", [{}]):
+            self.join(self.trainers, group.get("cache", "reset"), group.get("options", {}))
+            for seed in (11, 12, 13):
+                self.sync(seed + 10 * self.groups)
+            self.against_loader(13 + 10 * self.groups)
+            if group is not self.settings.get("groups", [{}])[-1]:
+                ray.get([trainer.leave.remote() for trainer in self.trainers])
+        if self.settings.get("in_flight"):
+            self.in_flight()
+        if self.settings.get("failures"):
+            failures(self)
+        if self.settings.get("faults"):
+            self.trainer_dies()
+            self.worker_dies()
+        else:
+            ray.get([trainer.leave.remote() for trainer in self.trainers])
+
+    def join(self, trainers: list[Any], cache: str, options: dict[str, Any]) -> None:
+        import ray
+        from rdt_vllm import VllmRayEngine
+
+        self.trainers = trainers
+        self.groups += 1
+        self.client = VllmRayEngine(self.server, name=f"engine{self.groups}", cache=cache)
+        modes = ray.get([trainer.join.remote(f"group{self.groups}", options) for trainer in trainers], timeout=120)
+        self.results.setdefault("modes", []).append(modes[0])
+        ray.get(trainers[0].attach.remote(self.client), timeout=120)
+
+    def sync(self, seed: int) -> None:
+        import ray
+
+        self.version += 1
+        ray.get([trainer.set.remote(seed) for trainer in self.trainers])
         began = time.time()
-        report = ray.get([trainer.publish.remote(version) for trainer in trainers], timeout=180)[0]
+        report = ray.get([trainer.publish.remote(self.version) for trainer in self.trainers], timeout=180)[0]
         found = {
-            "version": version, "seconds": time.time() - began, "bytes": report.bytes, "mode": report.mode,
-            "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
-            "said": client.version(deadline=time.monotonic() + 10),
+            "group": self.groups, "version": self.version, "seconds": time.time() - began, "bytes": report.bytes,
+            "mode": report.mode, "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
+            "said": self.client.version(deadline=time.monotonic() + 10), "cache": self.client.cache,
         }  # fmt: skip
-        found |= compare(server, models.build(kind, seed=seed, **changes), version, settings.get("dtype", "float32"))
-        results["syncs"].append(found)
-        return found
+        if self.settings.get("generate", True):
+            found |= compare(self.server, self.model(seed), self.settings.get("dtype", "float32"))
+        self.results["syncs"].append(found)
 
-    def checksums() -> dict[str, str]:
-        return ray.get(server.compute_weight_checksums.remote(), timeout=60)
+    def model(self, seed: int) -> Any:
+        return models.build(self.settings["kind"], seed=seed, **self.settings.get("changes", {}))
 
-    for number, options in enumerate(settings.get("groups", [{}])):
-        results.setdefault("modes", []).append(ray.get([t.join.remote(f"group{number}", options) for t in trainers])[0])
-        ray.get(trainers[0].attach.remote(client), timeout=120)
-        for seed in (11, 12, 13):
-            sync(seed + 10 * number)
-        before = checksums()
-        sync(13 + 10 * number)
-        results.setdefault("unchanged", []).append(checksums() == before)
-        models.save(models.build(kind, seed=13 + 10 * number, **changes), folder / f"step{number}")
-        weights = {"weights_path": str(folder / f"step{number}")}
-        ray.get(server.collective_rpc.remote("reload_weights", kwargs=weights), timeout=120)
-        results.setdefault("equals_loader", []).append(checksums() == before)
-        if number + 1 < len(settings.get("groups", [{}])):
-            ray.get([trainer.leave.remote() for trainer in trainers])
-            client.name = f"engine{number + 1}"
-    if settings.get("failures"):
-        failures(results, sync, client_class, client, server, len(settings.get("groups", [{}])) - 1)
-    ray.get([trainer.leave.remote() for trainer in trainers])
-    return results
+    def against_loader(self, seed: int) -> None:
+        """A sync of the same weights changes nothing, and nor does vLLM's own loader with a checkpoint of that step."""
+        import ray
+
+        before = self.checksums()
+        self.sync(seed)
+        self.results.setdefault("unchanged", []).append(self.checksums() == before)
+        models.save(self.model(seed), self.folder / f"step{seed}")
+        weights = {"weights_path": str(self.folder / f"step{seed}")}
+        ray.get(self.server.collective_rpc.remote("reload_weights", kwargs=weights), timeout=120)
+        self.results.setdefault("equals_loader", []).append(self.checksums() == before)
+        self.results.setdefault("checksums", []).append(len(before))
+
+    def checksums(self) -> dict[str, str]:
+        import ray
+
+        return ray.get(self.server.compute_weight_checksums.remote(), timeout=60)
+
+    def in_flight(self) -> None:
+        """A request that is being generated when a sync comes goes on and gets every token, of two versions."""
+        import ray
+
+        sampling = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
+        for attempt in range(20):
+            request = self.server.generate.remote(PROMPTS[0], sampling)
+            self.version += 1
+            ray.get([trainer.publish.remote(self.version) for trainer in self.trainers], timeout=60)
+            sample = ray.get(request, timeout=60)[0]
+            if len(set(sample.versions)) == 2:
+                self.results["in_flight"] = {
+                    "attempts": attempt + 1, "tokens": len(sample.token_ids), "finish": sample.finish_reason,
+                    "versions": sorted(set(sample.versions), key=int), "published": self.version,
+                }  # fmt: skip
+                return
+        self.results["in_flight"] = {"attempts": 20}
+
+    def trainer_dies(self) -> None:
+        """In the middle of a sync; then another group of trainers heals the replica."""
+        import ray
+
+        ray.get([trainer.leave.remote() for trainer in self.trainers])
+        doomed = make_trainers(self.folder, "doomed", self.settings)
+        options = {"mode": "bucket", "bucket_bytes": 65536, "lookahead": 0, "timeout_s": 10.0}
+        self.join(doomed, "reset", options)
+        self.sync(41)
+        before = self.checksums()
+        ray.get([trainer.set.remote(42) for trainer in doomed])
+        began = time.time()
+        first, second = doomed[0].publish.remote(self.version + 1), doomed[1].publish_and_die.remote(self.version + 1, 3)
+        self.results["errors"]["trainer_died"] = raised(lambda: ray.get(first, timeout=100))
+        self.results["trainer_died_after_s"] = time.time() - began
+        self.results["errors"]["dead_trainer"] = raised(lambda: ray.get(second, timeout=100))
+        self.results["half_written"] = self.checksums() != before
+        self.results["version_after_death"] = [self.version, self.client.version(deadline=time.monotonic() + 10)]
+        self.results["paused_after_death"] = ray.get(self.server.is_paused.remote())
+        ray.kill(doomed[0])
+        self.version += 1
+        self.join(make_trainers(self.folder, "healers", self.settings), "reset", {})
+        self.sync(43)
+
+    def worker_dies(self) -> None:
+        """The process of the last engine rank is killed; the next sync fails within its deadline on every trainer."""
+        import psutil
+        import ray
+
+        titles = {}
+        for process in psutil.Process().children(recursive=True):
+            title = " ".join(process.cmdline()).strip()
+            if title.startswith(("VLLM::Worker", "VLLM::EngineCore")):
+                titles[title] = process
+        self.results["victim"], victim = max(titles.items())  # the last worker, or the core that is its only one
+        victim.kill()
+        began = time.time()
+        self.version += 1
+        publishes = [trainer.publish.remote(self.version) for trainer in self.trainers]
+        self.results["errors"]["worker_died"] = [raised(lambda ref=ref: ray.get(ref, timeout=170)) for ref in publishes]
+        self.results["worker_died_after_s"] = time.time() - began
 
 
-def failures(results: dict[str, Any], sync: Any, client_class: Any, client: Any, server: Any, number: int) -> None:
+def raised(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        cause = getattr(error, "cause", None) or error
+        return f"{type(cause).__name__}: {cause}"
+    return "nothing"
+
+
+def failures(run: Run) -> None:
     """Everything that can go wrong in the order of calls; after each of them a whole sync must work again."""
     import ray
     from rdt_core.engines import ConnectInfo
 
+    from rdt_vllm import VllmRayEngine
+
+    client, results, sync, server = run.client, run.results, run.sync, run.server
+
     def soon() -> float:
         return time.monotonic() + 60
-
-    def raised(call: Any) -> str:
-        try:
-            call()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
 
     errors = results["errors"]
     client.begin(900, deadline=soon())
@@ -178,15 +299,16 @@ def failures(results: dict[str, Any], sync: Any, client_class: Any, client: Any,
 
     # drivers that die in the middle, and one that comes after them
     info = ConnectInfo(
-        group=f"group{number}", replica=client.name, namespace="rdt", address="", kinds=("mapped", "prepared", "ray"), timeout_s=30
+        group=f"group{run.groups}", replica=client.name, namespace="rdt", address="", kinds=("mapped", "prepared", "ray"),
+        timeout_s=30.0,
     )
     for name, leave_open in {
         "open": lambda lost: lost.begin(903, deadline=soon()),
         "pull": lambda lost: (lost.begin(904, deadline=soon()), raised(lambda: lost.pull(904, deadline=soon()))),
         "finish": lambda lost: (lost.begin(905, deadline=soon()), raised(lambda: lost.finish(905, deadline=soon()))),
     }.items():
-        leave_open(client_class(server, name=client.name))
-        errors[f"lost_{name}"] = raised(lambda: client_class(server, name=client.name).connect(info, deadline=soon()))
+        leave_open(VllmRayEngine(server, name=client.name))
+        errors[f"lost_{name}"] = raised(lambda: VllmRayEngine(server, name=client.name).connect(info, deadline=soon()))
         sync(34)
 
     errors["bad_update"] = raised(lambda: ray.get(server.start_weight_update.remote())) + raised(
@@ -196,22 +318,25 @@ def failures(results: dict[str, Any], sync: Any, client_class: Any, client: Any,
     sync(35)
 
 
-def compare(server: Any, model: Any, version: int, dtype: str) -> dict[str, Any]:
+def compare(server: Any, model: Any, dtype: str) -> dict[str, Any]:
     """The engine's own samples against the trainer's recomputation."""
     import ray
 
     model = model.to(getattr(torch, dtype)).eval()
     sampling = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    samples = ray.get([server.generate.remote(prompt, sampling) for prompt in PROMPTS], timeout=60)
-    worst, stamped = 0.0, set()
-    for prompt, (sample,) in zip(PROMPTS, samples, strict=True):
+    prompts = [*PROMPTS, LONG]
+    samples = ray.get([server.generate.remote(prompt, sampling) for prompt in prompts], timeout=60)
+    errors, stamped = [], set()
+    for prompt, (sample,) in zip(prompts, samples, strict=True):
         ids = [*prompt, *sample.token_ids]
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-        for index, token in enumerate(sample.token_ids):
-            worst = max(worst, abs(sample.logprobs[index] - float(logits[len(prompt) + index - 1, token])))
+        theirs = [float(logits[len(prompt) + index - 1, token]) for index, token in enumerate(sample.token_ids)]
+        errors.append(max(abs(a - b) for a, b in zip(sample.logprobs, theirs, strict=True)))
         stamped |= set(sample.versions)
-    return {"max_abs_logprob_error": worst, "stamped": sorted(stamped)}
+    return {
+        "max_abs_logprob_error": max(errors[:-1]), "long_prompt_error": errors[-1], "stamped": sorted(stamped),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -158,12 +158,20 @@ def _demo_show(options: DemoOptions, target: Any) -> None:
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     # SIGTERM would end this process alone; as an exception it ends the engine and the cluster as Ctrl-C does
+    received: list[int] = []
+
     def end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except SystemExit:
+        if received:
+            # inside a call of Ray's the status becomes 1
+            raise SystemExit(128 + received[0]) from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

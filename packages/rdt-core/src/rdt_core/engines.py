@@ -14,7 +14,7 @@ CachePolicy = Literal["reset", "keep"]
 PauseMode = Literal["keep", "wait", "abort"]
 
 
-class ConnectInfo(Struct):
+class ConnectInfo(Struct, frozen=True):
     """What an engine rank must know to connect to a sync group; JSON-safe, so that it can travel over HTTP."""
 
     group: str

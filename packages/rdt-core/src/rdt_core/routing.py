@@ -69,10 +69,10 @@ class Routing:
     Attributes:
         tensors: the checkpoint tensors of the whole model.
         world_size: number of source ranks.
-        rounds: number of rounds of a sync.
+        rounds: number of rounds of a sync: the most that any rank needs (each fills its buckets on its own).
 
     Raises:
-        CoverageError: ranks are missing or come twice, ranks disagree about the tensors or the rounds, boxes of a
+        CoverageError: ranks are missing or come twice, ranks disagree about the group or the tensors, boxes of a
             tensor overlap without being equal, or elements have no owner; names the tensor, boxes and ranks.
     """
 
@@ -80,7 +80,7 @@ class Routing:
         ordered = _agree(manifests)
         self.tensors: tuple[TensorMeta, ...] = ordered[0].tensors
         self.world_size = len(ordered)
-        self.rounds = ordered[0].rounds
+        self.rounds = max(manifest.rounds for manifest in ordered)
         self._nodes = [manifest.node for manifest in ordered]
         self._collect(ordered)
         self._check_tiling()
@@ -148,8 +148,8 @@ class Routing:
             (one, ranks), (other, others) = held[clash[0]], held[clash[1]]
             raise CoverageError(
                 f"shards of {meta.name!r}, shape {meta.shape}, overlap without being equal: {one} of source "
-                f"rank {_ranks(ranks)} and {other} of source rank {_ranks(others)}{more}; replicas must declare equal boxes, "
-                f"and all others disjoint ones"
+                f"rank {_ranks(ranks)} and {other} of source rank {_ranks(others)}{more}; replicas must declare "
+                f"equal boxes, and all others disjoint ones"
             )
         missing = subtract(Box.full(meta.shape), (box for box, _ in held))[0]
         raise CoverageError(

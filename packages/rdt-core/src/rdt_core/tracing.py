@@ -337,6 +337,11 @@ class _Functions(TorchFunctionMode):
 class _Writes(TorchDispatchMode):
     """Sees every in-place write, records those that a trace is about, swallows them, and refuses the others."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Loaders are not compiled; without this, torch imports its whole compiler at the first op, which takes seconds.
+        return False
+
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder

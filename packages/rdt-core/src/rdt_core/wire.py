@@ -29,7 +29,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all messages: immutable, keyword-only."""
 
 
-class TensorMeta(Struct):
+class TensorMeta(Struct, frozen=True):
     """A checkpoint tensor: Hugging Face name, full shape, dtype on the wire."""
 
     name: str
@@ -37,7 +37,7 @@ class TensorMeta(Struct):
     dtype: str
 
 
-class NodeMeta(Struct):
+class NodeMeta(Struct, frozen=True):
     """Where a process runs: what decides which link kinds can work between two members."""
 
     node_id: str  # Ray's node id
@@ -48,7 +48,7 @@ class NodeMeta(Struct):
     device_uuid: str = ""  # UUID of the GPU, empty on CPU
 
 
-class VersionMeta(Struct):
+class VersionMeta(Struct, frozen=True):
     """What a member runs, compared at join."""
 
     rdt: str
@@ -60,7 +60,7 @@ class VersionMeta(Struct):
     python: str
 
 
-class RegionMeta(Struct):
+class RegionMeta(Struct, frozen=True):
     """A stretch of a source rank's memory that readers read from: a parameter storage, an arena or a pack arena."""
 
     id: int
@@ -71,7 +71,7 @@ class RegionMeta(Struct):
     mapped: bytes = b""  # how a process of the same node maps the region; empty where it cannot
 
 
-class ShardMeta(Struct, array_like=True):
+class ShardMeta(Struct, frozen=True, array_like=True):
     """The box of a checkpoint tensor that a source rank publishes, and where it lies in one of its regions."""
 
     tensor: int  # index into SourceManifest.tensors
@@ -83,7 +83,7 @@ class ShardMeta(Struct, array_like=True):
     round: int = 0  # the round of a sync in which these bytes are readable (0 unless the mode is `bucket`)
 
 
-class SourceManifest(Struct):
+class SourceManifest(Struct, frozen=True):
     """What a source rank declares at join: what it publishes and where a reader finds it."""
 
     group: str
@@ -104,7 +104,7 @@ class SourceManifest(Struct):
     ignore: tuple[str, ...] = ()  # names that engines need not take (a rule of the source, e.g. a tied copy)
 
 
-class Transfer(Struct):
+class Transfer(Struct, frozen=True):
     """One posted move of a link: the bytes of one chunk, `spans` of the owner's memory in the reader's order.
 
     `columns` holds int64 little-endian columns region, offset, pitch, rows, row_bytes, one after the other:
@@ -120,7 +120,7 @@ class Transfer(Struct):
     nbytes: int = 0
 
 
-class ReadRequest(Struct):
+class ReadRequest(Struct, frozen=True):
     """What one engine rank will read from one source rank, by which kind of link, for as long as it stays connected."""
 
     reader: str  # EngineManifest.reader
@@ -132,7 +132,7 @@ class ReadRequest(Struct):
     transfers: tuple[Transfer, ...]
 
 
-class LinkOffer(Struct):
+class LinkOffer(Struct, frozen=True):
     """A source rank's answer to a ReadRequest: the regions made for it (the pack arena) and its agent's metadata."""
 
     reader: str
@@ -144,7 +144,7 @@ class LinkOffer(Struct):
     refs: int = 0  # number of Ray object references that travel beside this message, one per transfer
 
 
-class TakenBox(Struct, array_like=True):
+class TakenBox(Struct, frozen=True, array_like=True):
     """A box of a checkpoint tensor that an engine rank takes."""
 
     tensor: int  # index into SourceManifest.tensors
@@ -152,7 +152,7 @@ class TakenBox(Struct, array_like=True):
     shape: tuple[int, ...]
 
 
-class EngineManifest(Struct):
+class EngineManifest(Struct, frozen=True):
     """What an engine rank declares when it connects."""
 
     group: str
@@ -175,7 +175,7 @@ class EngineManifest(Struct):
         return f"{self.replica}/{self.rank}"
 
 
-class LinkReport(Struct):
+class LinkReport(Struct, frozen=True):
     """What one link did in one sync."""
 
     source: int
@@ -185,7 +185,7 @@ class LinkReport(Struct):
     seconds: float  # time in which this link had bytes in flight
 
 
-class ReaderReport(Struct):
+class ReaderReport(Struct, frozen=True):
     """What one engine rank did in one sync."""
 
     reader: str
@@ -198,7 +198,7 @@ class ReaderReport(Struct):
     links: tuple[LinkReport, ...]
 
 
-class SyncReport(Struct):
+class SyncReport(Struct, frozen=True):
     """What a sync did, the same on every source rank."""
 
     group: str
@@ -315,7 +315,7 @@ def _validate_source(message: SourceManifest) -> None:
                 )
 
 
-class ReaderStatus(Struct):
+class ReaderStatus(Struct, frozen=True):
     """An engine rank as the coordinator sees it."""
 
     reader: str
@@ -329,7 +329,7 @@ class ReaderStatus(Struct):
     offered: int  # how many of them have answered
 
 
-class ReplicaStatus(Struct):
+class ReplicaStatus(Struct, frozen=True):
     """A replica as the coordinator sees it."""
 
     name: str
@@ -340,7 +340,7 @@ class ReplicaStatus(Struct):
     readers: tuple[ReaderStatus, ...]
 
 
-class SourceStatus(Struct):
+class SourceStatus(Struct, frozen=True):
     """A source rank as the coordinator sees it."""
 
     rank: int
@@ -350,7 +350,7 @@ class SourceStatus(Struct):
     rounds: int
 
 
-class GroupStatus(Struct):
+class GroupStatus(Struct, frozen=True):
     """A sync group as its coordinator sees it."""
 
     group: str

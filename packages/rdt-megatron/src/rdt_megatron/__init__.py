@@ -24,7 +24,7 @@ def __getattr__(name: str) -> NoReturn:
     except metadata.PackageNotFoundError:
         found = f"no {_FRAMEWORK}"
     raise VersionError(
-        f"{__name__}.{name} is not in this version yet. Today a trainer can sync from plain, FSDP1 and FSDP2 modules with "
-        f"rdt_core.ModuleSource. {name} will need {_FRAMEWORK}{_SUPPORTED} (found: {found}): "
+        f"{__name__}.{name} is not in this version yet. Today a trainer can sync from plain, FSDP1 and FSDP2 modules "
+        f"with rdt_core.ModuleSource. {name} will need {_FRAMEWORK}{_SUPPORTED} (found: {found}): "
         "pip install 'rdt-megatron[megatron]'"
     )

@@ -116,6 +116,8 @@ def start(
         EngineError: it has no CPU kernels, or did not start.
         DeadlineError: not up within `timeout_s`.
     """
+    import ray
+
     check_vllm()
     _check_cpu_build()
     handle = launch(
@@ -135,7 +137,9 @@ def start(
     try:
         name = _get([handle.ready.remote()], "start", timeout_s)[0]
     except BaseException:
-        _end(handle)
+        # the actor is still in its constructor and answers nothing; its engine ends when it finds itself alone
+        with contextlib.suppress(Exception):
+            ray.kill(handle)
         raise
     return VllmRollout(handle, name if tp == 1 else f"{name} tp={tp}")
 

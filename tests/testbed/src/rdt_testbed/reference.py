@@ -1,4 +1,4 @@
-"""A plan executed as simply as it can be: numpy slices for the columns, torch for the replays. Slow, and easy to believe.
+"""A plan executed as simply as can be: numpy slices for the columns, torch for the replays. Slow, easy to believe.
 
 Also small builders of manifests and traces for tests that need no trainer and no engine.
 """

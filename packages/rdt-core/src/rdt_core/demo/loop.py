@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class DemoError(RdtError):
     """The run showed something that must not happen; the message says at which version, found and expected."""
 
 
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """A finished run: the report, and how the checkpoint did before training.
 
@@ -52,11 +54,10 @@ class Outcome:
         mode_reason: why the publish mode was chosen.
     """
 
-    def __init__(self, report: DemoReport, first_reward: float, first_error: float, mode_reason: str) -> None:
-        self.report = report
-        self.first_reward = first_reward
-        self.first_error = first_error
-        self.mode_reason = mode_reason
+    report: DemoReport
+    first_reward: float
+    first_error: float
+    mode_reason: str
 
 
 def run(options: DemoOptions, display: Display | None = None) -> Outcome:

@@ -88,7 +88,7 @@ def held_whole(tensor: torch.Tensor) -> tuple[Held, ...]:
     return (Held(offset=(0,) * tensor.ndim, shape=tuple(tensor.shape), start=0, strides=tuple(tensor.stride())),)
 
 
-def _imported(module: str, name: str) -> type | None:
+def _imported(module: str, name: str) -> type[Any] | None:
     """Returns a class if its module is imported already: only then can there be objects of it.
 
     Importing them takes seconds, which a trainer of a plain module should not pay.
