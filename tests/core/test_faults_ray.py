@@ -36,7 +36,9 @@ class Rank:
 
     def join(self, group: str, timeout_s: float = 60.0) -> None:
         source = ModuleSource(self.model)
-        self.sync = WeightSync.join(group, source=source, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s)
+        self.sync = WeightSync.join(
+            group, source=source, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s
+        )
         self.sync._timeout_s = TIMEOUT_S
 
     def attach(self, workers) -> None:

@@ -122,13 +122,21 @@ class Group:
         self.syncs = list(
             self.pool.map(
                 lambda rank: WeightSync(
-                    self.control, self.sources[rank], group="test", rank=rank, world_size=ranks, exchange=self.exchange, **options
+                    self.control,
+                    self.sources[rank],
+                    group="test",
+                    rank=rank,
+                    world_size=ranks,
+                    exchange=self.exchange,
+                    **options,
                 ),
                 range(ranks),
             )
         )
         self.workers = [
-            ModuleWorker(lambda rank=rank: Served(rank, engine_ranks), rank, engine_ranks, loader, self.control, self.exchange)
+            ModuleWorker(
+                lambda rank=rank: Served(rank, engine_ranks), rank, engine_ranks, loader, self.control, self.exchange
+            )
             for rank in range(engine_ranks)
         ]
         self.replica = ModuleReplica(self.workers)

@@ -14,7 +14,9 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(101, HIDDEN)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN + 32 * i, bias=i % 2 == 0) for i in range(LAYERS))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(HIDDEN, HIDDEN + 32 * i, bias=i % 2 == 0) for i in range(LAYERS)
+        )
 
 
 def build_trained() -> Model:
@@ -50,7 +52,9 @@ class Trainer:
 
         dtype = options.pop("dtype", None)
         source = ModuleSource(self.model, dtype=dtype)
-        self.sync = WeightSync.join(group, source=source, rank=self.rank, world_size=self.world_size, timeout_s=120, **options)
+        self.sync = WeightSync.join(
+            group, source=source, rank=self.rank, world_size=self.world_size, timeout_s=120, **options
+        )
         return self.sync.mode
 
     def attach(self, workers) -> None:
@@ -62,8 +66,11 @@ class Trainer:
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
             parameter.grad = torch.distributed.tensor.DTensor.from_local(
-                torch.randn(parameter.to_local().shape, generator=generator), parameter.device_mesh, parameter.placements,
-                shape=parameter.shape, stride=parameter.stride(),
+                torch.randn(parameter.to_local().shape, generator=generator),
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
             )
         self.optimizer.step()
 
@@ -83,7 +90,8 @@ def trainers(ray_cluster, tmp_path_factory):
 
     rendezvous = tmp_path_factory.mktemp("rendezvous") / "file"
     actors = [
-        ray.remote(Trainer).options(num_cpus=0, enable_tensor_transport=True).remote(rank, 2, str(rendezvous)) for rank in range(2)
+        ray.remote(Trainer).options(num_cpus=0, enable_tensor_transport=True).remote(rank, 2, str(rendezvous))
+        for rank in range(2)
     ]
     yield actors
     for actor in actors:

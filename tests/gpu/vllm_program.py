@@ -44,7 +44,12 @@ class Trainer:
         from rdt_core.sync import WeightSync
 
         self.sync = WeightSync.join(
-            f"gpu-{mode}-{kinds[0]}", source=ModuleSource(self.model), rank=0, world_size=1, mode=mode, kinds=kinds,
+            f"gpu-{mode}-{kinds[0]}",
+            source=ModuleSource(self.model),
+            rank=0,
+            world_size=1,
+            mode=mode,
+            kinds=kinds,
             timeout_s=120,
         )
         return self.sync.mode
@@ -100,7 +105,10 @@ class Trainer:
                 parts = [own[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
                 yield name.replace("q_proj", "qkv_proj"), torch.cat(parts)
             elif name.endswith("mlp.gate_proj.weight"):
-                yield name.replace("gate_proj", "gate_up_proj"), torch.cat([tensor, own[name.replace("gate_proj", "up_proj")]])
+                yield (
+                    name.replace("gate_proj", "gate_up_proj"),
+                    torch.cat([tensor, own[name.replace("gate_proj", "up_proj")]]),
+                )
             elif name.endswith("experts.gate_up_proj"):
                 yield name.replace("gate_up_proj", "routed_experts.w13_weight"), tensor
             elif name.endswith("experts.down_proj"):
@@ -115,7 +123,9 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def compare(trainer, server) -> list[str]:
     mine = ray.get(trainer.checksums.remote())
-    theirs = {name.rpartition(":")[2]: digest for name, digest in ray.get(server.compute_weight_checksums.remote()).items()}
+    theirs = {
+        name.rpartition(":")[2]: digest for name, digest in ray.get(server.compute_weight_checksums.remote()).items()
+    }
     return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
 
 

@@ -37,8 +37,8 @@ def sync_program() -> Any:
 
 def main(folder: Path, address: str) -> dict[str, Any]:
     import ray
-    from rdt_core.engines import ConnectInfo
 
+    from rdt_core.engines import ConnectInfo
     from rdt_vllm import VllmHttpEngine
 
     program = sync_program()
@@ -69,7 +69,12 @@ def main(folder: Path, address: str) -> dict[str, Any]:
             ray.get([trainer.set.remote(seed) for trainer in trainers])
             report = ray.get([trainer.publish.remote(version) for trainer in trainers], timeout=120)[0]
             results["syncs"].append(
-                {"version": version, "said": client.version(deadline=soon()), "bytes": report.bytes, "sums": checksums(url)}
+                {
+                    "version": version,
+                    "said": client.version(deadline=soon()),
+                    "bytes": report.bytes,
+                    "sums": checksums(url),
+                }
             )
         models.save(models.build("qwen3", seed=12), folder / "step")
         post(url, "collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder / "step")}})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from rdt_testbed import models
 
 PROMPTS = [[3, 4, 5, 6], [10, 11, 200, 57, 9]]
@@ -64,9 +65,13 @@ def main(kind: str, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
 
     before, loaders = digest(model), loader_ids(model)
     results["errors"] = {
-        "missing": raised(lambda: landing.trace([m for m in metas if m.name != "model.layers.1.self_attn.k_proj.weight"])),
+        "missing": raised(
+            lambda: landing.trace([m for m in metas if m.name != "model.layers.1.self_attn.k_proj.weight"])
+        ),
         "unknown": raised(lambda: landing.trace([*metas, meta("model.layers.9.what.weight", torch.zeros(2))])),
-        "shape": raised(lambda: landing.trace([meta(m.name, torch.zeros(3, 5)) if "o_proj" in m.name else m for m in metas])),
+        "shape": raised(
+            lambda: landing.trace([meta(m.name, torch.zeros(3, 5)) if "o_proj" in m.name else m for m in metas])
+        ),
     }
     landing.trace(metas)
     results["kept_after_errors"] = digest(model) == before and loader_ids(model) == loaders
@@ -77,9 +82,13 @@ def main(kind: str, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     landing.begin()
     halfway = sorted({d.module for d in landing.destinations().values() if not d.in_place})[:2]
     landing.open(halfway, memory_for(landing, halfway))
-    results["errors"]["forward_in_sync"] = raised(lambda: model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)))
+    results["errors"]["forward_in_sync"] = raised(
+        lambda: model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    )
     landing.abort("the trainer died")
-    results["errors"]["forward_torn"] = raised(lambda: model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)))
+    results["errors"]["forward_torn"] = raised(
+        lambda: model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    )
     results["errors"]["logits_torn"] = raised(lambda: model.compute_logits(torch.zeros(1, 64)))
     results["torn"] = landing.torn
     results["addresses_kept_torn"] = addresses_of(model) == addresses

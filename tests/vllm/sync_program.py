@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from rdt_testbed import models
 from rdt_testbed.cluster import local_cluster
 
@@ -100,6 +101,7 @@ def make_trainers(folder: Path, name: str, settings: dict[str, Any]) -> list[Any
 
 def main(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     import ray
+
     from rdt_vllm import launch
 
     models.save(models.build(settings["kind"], seed=0, **settings.get("changes", {})), folder / "start")
@@ -126,7 +128,13 @@ class Run:
     def __init__(
         self, settings: dict[str, Any], folder: Path, trainers: list[Any], server: Any, results: dict[str, Any]
     ) -> None:
-        self.settings, self.folder, self.trainers, self.server, self.results = settings, folder, trainers, server, results
+        self.settings, self.folder, self.trainers, self.server, self.results = (
+            settings,
+            folder,
+            trainers,
+            server,
+            results,
+        )
         self.version = 0
         self.groups = 0
         self.client: Any = None
@@ -153,6 +161,7 @@ class Run:
 
     def join(self, trainers: list[Any], cache: str, options: dict[str, Any]) -> None:
         import ray
+
         from rdt_vllm import VllmRayEngine
 
         self.trainers = trainers
@@ -229,7 +238,10 @@ class Run:
         before = self.checksums()
         ray.get([trainer.set.remote(42) for trainer in doomed])
         began = time.time()
-        first, second = doomed[0].publish.remote(self.version + 1), doomed[1].publish_and_die.remote(self.version + 1, 3)
+        first, second = (
+            doomed[0].publish.remote(self.version + 1),
+            doomed[1].publish_and_die.remote(self.version + 1, 3),
+        )
         self.results["errors"]["trainer_died"] = raised(lambda: ray.get(first, timeout=100))
         self.results["trainer_died_after_s"] = time.time() - began
         self.results["errors"]["dead_trainer"] = raised(lambda: ray.get(second, timeout=100))
@@ -272,8 +284,8 @@ def raised(call: Any) -> str:
 def failures(run: Run) -> None:
     """Everything that can go wrong in the order of calls; after each of them a whole sync must work again."""
     import ray
-    from rdt_core.engines import ConnectInfo
 
+    from rdt_core.engines import ConnectInfo
     from rdt_vllm import VllmRayEngine
 
     client, results, sync, server = run.client, run.results, run.sync, run.server
@@ -299,7 +311,11 @@ def failures(run: Run) -> None:
 
     # drivers that die in the middle, and one that comes after them
     info = ConnectInfo(
-        group=f"group{run.groups}", replica=client.name, namespace="rdt", address="", kinds=("mapped", "prepared", "ray"),
+        group=f"group{run.groups}",
+        replica=client.name,
+        namespace="rdt",
+        address="",
+        kinds=("mapped", "prepared", "ray"),
         timeout_s=30.0,
     )
     for name, leave_open in {

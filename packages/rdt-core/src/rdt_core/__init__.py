@@ -1,0 +1,62 @@
+"""rdt moves a model's weights from the ranks that train it to the ranks that serve it, over Ray Direct Transport and NIXL.
+
+A trainer joins a group with a `WeightSource` and publishes versions; engines are attached through clients of their
+adapter (`rdt_vllm`). Everything else lives in the modules of this package; the command is `rdt`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engines import ConnectInfo as ConnectInfo
+    from .engines import EngineClient as EngineClient
+    from .errors import RdtError as RdtError
+    from .replica import ModuleReplica as ModuleReplica
+    from .replica import ModuleWorker as ModuleWorker
+    from .sources import IterableSource as IterableSource
+    from .sources import ModuleSource as ModuleSource
+    from .sources import Shard as Shard
+    from .sources import WeightSource as WeightSource
+    from .sync import WeightSync as WeightSync
+    from .wire import SyncReport as SyncReport
+    from .wire import TensorMeta as TensorMeta
+
+_HOMES = {
+    "ConnectInfo": "engines",
+    "EngineClient": "engines",
+    "IterableSource": "sources",
+    "ModuleReplica": "replica",
+    "ModuleSource": "sources",
+    "ModuleWorker": "replica",
+    "RdtError": "errors",
+    "Shard": "sources",
+    "SyncReport": "wire",
+    "TensorMeta": "wire",
+    "WeightSource": "sources",
+    "WeightSync": "sync",
+}
+
+__all__ = [
+    "ConnectInfo",
+    "EngineClient",
+    "IterableSource",
+    "ModuleReplica",
+    "ModuleSource",
+    "ModuleWorker",
+    "RdtError",
+    "Shard",
+    "SyncReport",
+    "TensorMeta",
+    "WeightSource",
+    "WeightSync",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # late, so that importing one room does not import torch and Ray
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from . import wire
@@ -29,7 +30,7 @@ _FUSED = {
 }  # fmt: skip
 
 
-class Cell(wire.Struct):
+class Cell(wire.Struct, frozen=True):
     """One measured configuration.
 
     Attributes:
@@ -48,8 +49,8 @@ class Cell(wire.Struct):
     first_s: float = 0.0
     seconds: tuple[float, ...] = ()
     copy_s: float = 0.0
-    phases: dict[str, float] = {}
-    reader_phases: dict[str, float] = {}
+    phases: dict[str, float] = msgspec.field(default_factory=dict)
+    reader_phases: dict[str, float] = msgspec.field(default_factory=dict)
     exact: bool = False
     error: str = ""
 
@@ -64,7 +65,7 @@ class Cell(wire.Struct):
         return self.p50 / self.copy_s if self.copy_s else float("nan")
 
 
-class BenchReport(wire.Struct):
+class BenchReport(wire.Struct, frozen=True):
     """What `rdt bench` measured."""
 
     model: str
@@ -118,7 +119,13 @@ class SourceRank:
     def join(self, group: str, mode: str, kind: str, timeout_s: float) -> None:
         """Joins a fresh group."""
         self.sync = WeightSync.join(
-            group, source=self.source, rank=self.rank, world_size=self.world_size, mode=mode, kinds=(kind,), timeout_s=timeout_s
+            group,
+            source=self.source,
+            rank=self.rank,
+            world_size=self.world_size,
+            mode=mode,
+            kinds=(kind,),
+            timeout_s=timeout_s,
         )
 
     def attach(self, workers: Sequence[Any]) -> None:
@@ -139,7 +146,10 @@ class SourceRank:
 
     def digests(self) -> dict[str, list[int]]:
         """Position-sensitive sums of this rank's shards, by name: one for each row range held."""
-        return {shard.name: [shard.offset[0], shard.tensor.shape[0], _digest(shard.tensor)] for shard in self.source.shards()}
+        return {
+            shard.name: [shard.offset[0], shard.tensor.shape[0], _digest(shard.tensor)]
+            for shard in self.source.shards()
+        }
 
     def leave(self) -> None:
         """Leaves the group."""
@@ -267,7 +277,14 @@ def run(
 
 
 def _cell(
-    sources: Sequence[Any], options: dict[str, Any], model: str, device: str, mode: str, kind: str, rounds: int, timeout_s: float
+    sources: Sequence[Any],
+    options: dict[str, Any],
+    model: str,
+    device: str,
+    mode: str,
+    kind: str,
+    rounds: int,
+    timeout_s: float,
 ) -> Cell:
     import ray
 
@@ -297,7 +314,8 @@ def _cell(
             copy_s=statistics.median([before, after]),
             phases={name: statistics.median(r.phases.get(name, 0.0) for r in later) for name in later[0].phases},
             reader_phases={
-                name: statistics.median(r.readers[0].phases.get(name, 0.0) for r in later) for name in later[0].readers[0].phases
+                name: statistics.median(r.readers[0].phases.get(name, 0.0) for r in later)
+                for name in later[0].readers[0].phases
             },
             exact=exact,
         )

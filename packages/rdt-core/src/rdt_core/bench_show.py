@@ -74,7 +74,18 @@ def table(report: BenchReport) -> Any:
         title=f"{report.model}, {report.ranks} source ranks -> 1 reader on {report.device}, {nbytes / 1e6:.1f} MB a sync, "
         f"{report.rounds} syncs each"
     )
-    for column in ("mode", "links", "first ms", "p50 ms", "max ms", "copy ms", "ratio", "write ms", "transfer ms", "exact"):
+    for column in (
+        "mode",
+        "links",
+        "first ms",
+        "p50 ms",
+        "max ms",
+        "copy ms",
+        "ratio",
+        "write ms",
+        "transfer ms",
+        "exact",
+    ):
         made.add_column(column, justify="left" if column in ("mode", "links") else "right")
     for cell in report.cells:
         if cell.error:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from .memory import whole
 from .tracing import Destinations, Trace, trace
 from .wire import TensorMeta
 
@@ -82,8 +83,7 @@ class Landing(Protocol):
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole storage of `tensor` as a 1-D uint8 tensor that shares its memory."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
+    return whole(tensor.untyped_storage())
 
 
 class ModuleLanding:
@@ -110,7 +110,9 @@ class ModuleLanding:
         self._storages = {key: storage_bytes(tensor) for key, tensor in self._targets.items()}
 
     def _copy_by_name(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        own = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers(remove_duplicate=False))
+        own = dict(self.module.named_parameters(remove_duplicate=False)) | dict(
+            self.module.named_buffers(remove_duplicate=False)
+        )
         with torch.no_grad():
             for name, tensor in weights:
                 if name in own:

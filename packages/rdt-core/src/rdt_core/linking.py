@@ -105,7 +105,9 @@ def make_program(
     for source, value in thresholds.items():
         threshold[source] = value
     packed = columns.row_bytes < threshold[columns.source] if count else np.zeros(0, dtype=bool)
-    chunk = _chunks(columns.round, columns.group, np.where(packed | ~in_place[columns.destination], nbytes, 0), chunk_bytes)
+    chunk = _chunks(
+        columns.round, columns.group, np.where(packed | ~in_place[columns.destination], nbytes, 0), chunk_bytes
+    )
     chunk_count = int(chunk[-1]) + 1 if count else 0
 
     # when each destination is written: [first, last] chunk; staged boxes count for the target that they are replayed into
@@ -136,7 +138,7 @@ def make_program(
 
     # the receive buffer
     items: list[tuple[int, int, int]] = []  # bytes, first chunk, last chunk
-    owners: list[tuple[str, object]] = []
+    owners: list[int | tuple[int, int]] = []  # index of a destination, or (source, chunk) of a packed span
     for index in range(len(plan.destinations)):
         if in_place[index] or last[index] < 0:
             continue
@@ -144,18 +146,18 @@ def make_program(
         if plan.destinations[index] in destinations:
             span = modules[destinations[plan.destinations[index]].module][:2]
         items.append((int(sizes[index]), *span))
-        owners.append(("destination", index))
+        owners.append(index)
     for key, size in spans.items():
         items.append((size, key[1], key[1]))
-        owners.append(("pack", key))
+        owners.append(key)
     offsets, receive_bytes = _allocate(items)
     places = np.full(len(plan.destinations), -1, dtype=np.int64)
     landing_places: dict[tuple[int, int], int] = {}
-    for (what, key), offset in zip(owners, offsets, strict=True):
-        if what == "destination":
-            places[key] = offset  # type: ignore[index]
+    for owner, offset in zip(owners, offsets, strict=True):
+        if isinstance(owner, int):
+            places[owner] = offset
         else:
-            landing_places[key] = offset  # type: ignore[index]
+            landing_places[owner] = offset
 
     # one transfer for each (source, chunk)
     requests: dict[int, list[wire.Transfer]] = {}
@@ -204,7 +206,8 @@ def make_program(
     for number in range(chunk_count):
         small = scatter[number]
         starts = np.array(
-            [landing_places[(int(columns.source[i]), number)] + int(pack_within[i]) for i in small.tolist()], dtype=np.int64
+            [landing_places[(int(columns.source[i]), number)] + int(pack_within[i]) for i in small.tolist()],
+            dtype=np.int64,
         )
         chunks.append(
             Chunk(
@@ -246,7 +249,8 @@ def _chunks(rounds: np.ndarray, groups: np.ndarray, receive: np.ndarray, limit: 
     edge = np.flatnonzero((np.diff(rounds) != 0) | (np.diff(groups) != 0)) + 1
     starts = np.concatenate([[0], edge])
     totals = np.add.reduceat(receive, starts)
-    number, filled, numbers = 0, 0, []
+    number, filled = 0, 0
+    numbers: list[int] = []
     for position, total in zip(starts.tolist(), totals.tolist(), strict=True):
         new_round = position > 0 and rounds[position] != rounds[position - 1]
         if numbers and (new_round or (filled and filled + total > limit)):

@@ -77,17 +77,23 @@ class Publisher:
         if mode not in MODES:
             raise SourceError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
         if bucket_bytes < 1 or lookahead < 0:
-            raise SourceError(f"bucket_bytes must be at least 1 and lookahead at least 0; found {bucket_bytes} and {lookahead}")
+            raise SourceError(
+                f"bucket_bytes must be at least 1 and lookahead at least 0; found {bucket_bytes} and {lookahead}"
+            )
         self.rank = rank
         self._source = source
         self._versions = versions.check_local(need_nixl=any(kind in ("prepared", "ray") for kind in kinds))
         self._tensors = tuple(source.metadata())
         self._index = {tensor.name: number for number, tensor in enumerate(self._tensors)}
-        shards = [shard for shard in source.shards() if shard.tensor.numel()] if isinstance(source, WeightSource) else []
+        shards = (
+            [shard for shard in source.shards() if shard.tensor.numel()] if isinstance(source, WeightSource) else []
+        )
         self._check_shards(shards)
         devices = {shard.tensor.device for shard in shards}
         if len(devices) > 1:
-            raise SourceError(f"source rank {rank} holds shards on {sorted(map(str, devices))}; one device a rank is supported")
+            raise SourceError(
+                f"source rank {rank} holds shards on {sorted(map(str, devices))}; one device a rank is supported"
+            )
         self.device = devices.pop() if devices else torch.device("cpu")
         self._endpoints: list[SourceEndpoint] = []
         self._regions: dict[int, Region] = {}
@@ -128,7 +134,9 @@ class Publisher:
     def _check_shards(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             if shard.name not in self._index:
-                raise SourceError(f"source rank {self.rank} holds a shard of {shard.name!r}, which its metadata does not name")
+                raise SourceError(
+                    f"source rank {self.rank} holds a shard of {shard.name!r}, which its metadata does not name"
+                )
 
     def _wire_dtype(self, name: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._tensors[self._index[name]].dtype)
@@ -222,7 +230,7 @@ class Publisher:
                     offset=shard.offset,
                     shape=tuple(tensor.shape),
                     region=regions[tensor.untyped_storage().data_ptr()],
-                    byte_offset=tensor.storage_offset() * tensor.element_size(),
+                    byte_offset=int(tensor.storage_offset()) * tensor.element_size(),
                     strides=tuple(tensor.stride()),
                 )
             )
@@ -308,7 +316,9 @@ class Publisher:
                 if transfer.pack_count:
                     if arena is None:
                         raise TransportError(f"{request.reader} wants pieces packed into an arena of 0 bytes")
-                    program = CopyProgram(pack_copies(transfer), tensors, [arena.tensor], f"packing for {request.reader}")
+                    program = CopyProgram(
+                        pack_copies(transfer), tensors, [arena.tensor], f"packing for {request.reader}"
+                    )
                     served.packs.setdefault(transfer.round, []).append(program)
             endpoint = next((e for e in self._endpoints if e.kind == request.kind), None)
             if endpoint is None:
@@ -372,7 +382,8 @@ class Publisher:
         if isinstance(self._source, WeightSource):
             shards = {(shard.name, shard.offset): shard.tensor for shard in self._source.shards()}
         for number, pieces in enumerate(self._pieces):
-            targets, values = [], []
+            targets: list[torch.Tensor] = []
+            values: list[torch.Tensor] = []
             for piece in pieces:
                 if shards:
                     whole = shards[(piece.name, piece.base)]
@@ -385,7 +396,9 @@ class Publisher:
                         if current is None:
                             raise SourceError(f"the source ended before {piece.name!r}, which its metadata names")
                     whole = current[1]
-                index = tuple(slice(o - b, o - b + n) for o, b, n in zip(piece.offset, piece.base, piece.shape, strict=True))
+                index = tuple(
+                    slice(o - b, o - b + n) for o, b, n in zip(piece.offset, piece.base, piece.shape, strict=True)
+                )
                 targets.append(piece.memory)
                 values.append(whole[index] if index else whole)
             _copy(targets, values)
@@ -404,7 +417,9 @@ class Publisher:
                 raise SourceError(f"the source yields {name!r} where its metadata says {expected!r}")
             meta = self._tensors[position]
             if tuple(tensor.shape) != meta.shape:
-                raise SourceError(f"the source yields {name!r} of shape {tuple(tensor.shape)}; its metadata says {meta.shape}")
+                raise SourceError(
+                    f"the source yields {name!r} of shape {tuple(tensor.shape)}; its metadata says {meta.shape}"
+                )
             position += 1
             yield name, tensor.detach()
         if position != len(self._tensors):

@@ -27,8 +27,8 @@ from .planning import Plan, Staged, make_plan
 from .routing import Routing
 from .transport import LocalExchange, available, make_reader_endpoint, pack_threshold
 from .transport.base import PreparedTransfer, ReaderEndpoint
-from .transport.nodes import node
 from .transport.copying import CopyProgram
+from .transport.nodes import node
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Receiver:
             )
             for source, transfers in sorted(program.requests.items())
         )
-        manifest = wire.EngineManifest(
+        declared = wire.EngineManifest(
             group=self.group,
             replica=self.replica,
             rank=self.rank,
@@ -187,13 +187,15 @@ class Receiver:
             ),
             requests=requests,
         )
-        self.control.connect(manifest, epoch)
-        self._connection = _Connection(epoch, manifest, sources, plan, program, destinations, endpoints, buffer, tensors)
+        self.control.connect(declared, epoch)
+        self._connection = _Connection(
+            epoch, declared, sources, plan, program, destinations, endpoints, buffer, tensors
+        )
         log.info(
             "%s connected to group %s: %d tensors, %.3f GB a sync, %d chunks, links %s",
             self.name, self.group, len(plan.taken), plan.nbytes / 1e9, len(program.chunks), kinds,
         )  # fmt: skip
-        return manifest
+        return declared
 
     def _choose_kind(self, here: wire.NodeMeta, source: wire.SourceManifest) -> str:
         reasons = []
@@ -203,7 +205,8 @@ class Receiver:
                 return kind
             reasons.append(f"{kind}: {reason}")
         raise TransportError(
-            f"no link kind works between {self.name} and source rank {source.rank} of group {self.group}: " + "; ".join(reasons)
+            f"no link kind works between {self.name} and source rank {source.rank} of group {self.group}: "
+            + "; ".join(reasons)
         )
 
     def _tensors(
@@ -248,7 +251,8 @@ class Receiver:
         steps = []
         for number, chunk in enumerate(program.chunks):
             transfers = [
-                (link.source, connection.endpoints[link.source].prepare(link.index, link.copies, tensors)) for link in chunk.links
+                (link.source, connection.endpoints[link.source].prepare(link.index, link.copies, tensors))
+                for link in chunk.links
             ]
             scatter = CopyProgram(chunk.scatter, {0: tensors[-1]}, tensors) if len(chunk.scatter) else None
             memory = {
@@ -266,7 +270,11 @@ class Receiver:
     def _replayer(self, staged: Staged, tensors: list[torch.Tensor]) -> Callable[[], None]:
         box = typed_view(tensors[staged.destination], staged.dtype, 0, staged.box_shape, None)
         target = typed_view(
-            tensors[staged.target], staged.target_dtype, staged.target_offset, staged.target_shape, staged.target_strides
+            tensors[staged.target],
+            staged.target_dtype,
+            staged.target_offset,
+            staged.target_shape,
+            staged.target_strides,
         )
 
         def run() -> None:
@@ -294,7 +302,9 @@ class Receiver:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         connection = self._connection
         if connection is None:
-            raise SyncError(f"{self.name} was asked to pull version {version} before it was connected to group {self.group}")
+            raise SyncError(
+                f"{self.name} was asked to pull version {version} before it was connected to group {self.group}"
+            )
         sync = self.control.running(version)
         self._sync, self._pulled = sync, None
         try:
@@ -375,7 +385,7 @@ class Receiver:
         rounds = max((manifest.rounds for manifest in connection.sources.values()), default=1)
         finished = {step.chunk.round for step in connection.steps if step.ends_round}
         for number in range(rounds):
-            if number not in finished and number > round_ready or (number == 0 and 0 not in finished):
+            if (number not in finished and number > round_ready) or (number == 0 and 0 not in finished):
                 self.control.await_round(self.name, sync, number, timeout_s)
                 self.control.read(self.name, sync, number)
         return wire.ReaderReport(
@@ -475,7 +485,7 @@ def typed_view(
     kind: torch.dtype = getattr(torch, dtype)
     if strides is None:
         strides = torch.empty(tuple(shape), device="meta").stride()
-    start, rest = divmod(memory.storage_offset(), kind.itemsize)
+    start, rest = divmod(int(memory.storage_offset()), kind.itemsize)
     if rest:
         raise TransportError(f"memory at byte {memory.storage_offset()} is not aligned for {dtype}")
     return torch.empty(0, dtype=kind, device=memory.device).set_(

@@ -60,9 +60,7 @@ class ModuleWorker:
             control = self._control
             if control is None:
                 ensure_ray(info.address, info.namespace)
-                control = open_coordinator(
-                    info.group, namespace=info.namespace, create=False, timeout_s=info.timeout_s
-                )
+                control = open_coordinator(info.group, namespace=info.namespace, create=False, timeout_s=info.timeout_s)
             device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
             self.receiver = Receiver(
                 self.landing, control=control, group=info.group, replica=info.replica, rank=self.rank,
@@ -102,7 +100,9 @@ class ModuleWorker:
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of all parameters and buffers, by name. Raises TornReplicaError as `call` does."""
-        return self.call(lambda module: {name: value.detach().cpu().clone() for name, value in module.state_dict().items()})
+        return self.call(
+            lambda module: {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+        )
 
     def close(self) -> None:
         """Leaves the group. Idempotent."""

@@ -42,7 +42,7 @@ def checkpoint_tensors(model: str, dtype: str = "bfloat16") -> tuple[TensorMeta,
     config = MODELS.get(model)
     if config is None:
         raise SourceError(f"no shapes are known for model {model!r}; known: {', '.join(MODELS)}")
-    tensors = [("model.embed_tokens.weight", (config.vocabulary, config.hidden))]
+    tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (config.vocabulary, config.hidden))]
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}"
         tensors += [

@@ -57,7 +57,9 @@ def split_pieces(
     for name, base, whole in boxes:
         item = itemsize[name]
         if item > bucket_bytes:
-            raise SourceError(f"a bucket of {bucket_bytes} bytes is smaller than one element of {name!r} ({item} bytes)")
+            raise SourceError(
+                f"a bucket of {bucket_bytes} bytes is smaller than one element of {name!r} ({item} bytes)"
+            )
         todo = [(base, whole)]
         while todo:
             offset, shape = todo.pop()
@@ -86,8 +88,8 @@ def split_pieces(
 
 
 def _moved(offset: tuple[int, ...], axis: int, by: int) -> tuple[int, ...]:
-    return offset[:axis] + (offset[axis] + by,) + offset[axis + 1 :]
+    return (*offset[:axis], offset[axis] + by, *offset[axis + 1 :])
 
 
 def _resized(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
-    return shape[:axis] + (length,) + shape[axis + 1 :]
+    return (*shape[:axis], length, *shape[axis + 1 :])

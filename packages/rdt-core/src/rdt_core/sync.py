@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from . import wire
 from .control import Control, ensure_ray, open_coordinator
@@ -157,7 +157,9 @@ class WeightSync:
             EngineError: an engine rank failed to connect.
         """
         if self.rank != 0:
-            raise MembershipError(f"replicas are attached on source rank 0, which drives them; this is rank {self.rank}")
+            raise MembershipError(
+                f"replicas are attached on source rank 0, which drives them; this is rank {self.rank}"
+            )
         if client.name in self._clients:
             raise MembershipError(f"a replica named {client.name!r} is attached to group {self.group!r} already")
         self._connect(client, self._timeout_s if timeout_s is None else timeout_s)
@@ -201,26 +203,20 @@ class WeightSync:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         began = time.perf_counter()
         try:
-            self._publisher.check()
-        except SourceError:
-            log.info("source rank %d: parameters moved; the group learns their new addresses", self.rank)
-            self._publisher.close()
-            self._publisher = self._make_publisher()
-            self._control.join(self._publisher.manifest, self._token)
+            self._follow_memory()
+        except Exception as error:
+            raise self._failed(None, f"source rank {self.rank}", "check", error) from error
         sync, requests = self._begin(version, timeout_s)
         phases = {"begin": time.perf_counter() - began}
         with ThreadPoolExecutor(max_workers=max(1, len(self._clients)), thread_name_prefix="rdt-drive") as pool:
-            drives = {
-                name: pool.submit(self._drive, client, version, sync, timeout_s, phases)
-                for name, client in self._clients.items()
-            }
+            drives = [pool.submit(self._drive, one, version, sync, timeout_s, phases) for one in self._clients.values()]
             failure = self._hold(sync, requests, timeout_s, phases)
-            failure = self._gather(drives, sync, timeout_s) or failure
+            # every call of a drive has its own deadline, so that this ends
+            failure = next((bad for drive in drives if (bad := drive.exception()) is not None), failure)
         if failure is not None:
-            self._abort(version, str(failure), timeout_s)
-            if isinstance(failure, RdtError):
-                raise failure
-            raise SyncError(str(failure)) from failure
+            outcome = self._failed(sync, f"source rank {self.rank}", "publish", failure)
+            self._abort(version, str(outcome), timeout_s)
+            raise outcome from failure
         if self.rank == 0:
             phases["total"] = time.perf_counter() - began
             try:
@@ -234,6 +230,16 @@ class WeightSync:
             report = self._control.outcome(sync, self.rank, timeout_s)
         self.version = version
         return report
+
+    def _follow_memory(self) -> None:
+        """Joins again where parameters moved, so that readers learn the new addresses before they read."""
+        try:
+            self._publisher.check()
+        except SourceError:
+            log.info("source rank %d: parameters moved; the group learns their new addresses", self.rank)
+            self._publisher.close()
+            self._publisher = self._make_publisher()
+            self._control.join(self._publisher.manifest, self._token)
 
     def _begin(self, version: int, timeout_s: float) -> tuple[int, list[wire.ReadRequest]]:
         replicas = sorted(self._clients) if self.rank == 0 else None
@@ -274,13 +280,10 @@ class WeightSync:
             for number in range(max(0, total - slots), total):
                 self._control.await_read(self.rank, sync, number, timeout_s)
         except Exception as error:
-            self._tell(sync, f"source rank {self.rank}", phase, error)
-            return error
+            return self._failed(sync, f"source rank {self.rank}", phase, error)
         return None
 
-    def _drive(
-        self, client: EngineClient, version: int, sync: int, timeout_s: float, phases: dict[str, float]
-    ) -> None:
+    def _drive(self, client: EngineClient, version: int, sync: int, timeout_s: float, phases: dict[str, float]) -> None:
         """Takes one replica through the sync, up to the version's stamp. Runs in a thread of its own on rank 0."""
         for phase in ("pause", "begin", "pull", "finish"):
             started = time.perf_counter()
@@ -291,29 +294,19 @@ class WeightSync:
                 else:
                     getattr(client, phase)(version, deadline=deadline)
             except Exception as error:
-                self._tell(sync, f"replica {client.name!r}", phase, error)
-                raise
+                raise self._failed(sync, f"replica {client.name!r}", phase, error) from error
             name = "engine_begin" if phase == "begin" else phase
             phases[name] = max(phases.get(name, 0.0), time.perf_counter() - started)
 
-    def _gather(
-        self, drives: dict[str, Future[None]], sync: int, timeout_s: float
-    ) -> BaseException | None:
-        failure: BaseException | None = None
-        for drive in drives.values():
-            # every call of a drive has its own deadline, so that this returns
-            error = drive.exception()
-            failure = failure or error
-        if failure is None:
-            return None
-        # the coordinator knows which failure came first; it is the same on every rank
-        return SyncError(self._control.fail(sync, f"replica of {self.group}", "drive", str(failure)) or str(failure))
-
-    def _tell(self, sync: int, member: str, phase: str, error: BaseException) -> None:
+    def _failed(self, sync: int | None, member: str, phase: str, error: BaseException) -> RdtError:
+        """Fails the sync for everybody; returns the failure that came first, which is the same on every rank."""
+        own = error if isinstance(error, RdtError) else SyncError(str(error) or repr(error))
         try:
-            self._control.fail(sync, member, phase, str(error))
+            first = self._control.fail(sync, member, phase, str(own))
         except RdtError as unheard:
-            log.warning("%s failed in %s (%s), and the coordinator could not be told: %s", member, phase, error, unheard)
+            log.warning("%s failed in %s (%s), and the coordinator could not be told: %s", member, phase, own, unheard)
+            return own
+        return own if first is None or first == str(own) else SyncError(first)
 
     def _abort(self, version: int, reason: str, timeout_s: float) -> None:
         for client in self._clients.values():
@@ -329,6 +322,10 @@ class WeightSync:
     def leave(self) -> None:
         """Leaves the group and releases what links hold. The parameters are left alone. Idempotent."""
         try:
+            if (
+                self.rank == 0
+            ):  # whose process keeps the coordinator: the other ranks may still ask for the last outcome
+                self._control.settled(self._timeout_s)
             self._control.leave(self.rank, self._token)
         except RdtError as error:
             log.debug("source rank %d: the coordinator did not take the goodbye: %s", self.rank, error)

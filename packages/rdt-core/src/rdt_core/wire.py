@@ -266,9 +266,13 @@ def validate(message: Any) -> None:
     elif isinstance(message, ReadRequest):
         for transfer in message.transfers:
             if len(transfer.columns) != 8 * 5 * transfer.count:
-                raise WireError(f"transfer of {message.reader}: {len(transfer.columns)} bytes for {transfer.count} reads")
+                raise WireError(
+                    f"transfer of {message.reader}: {len(transfer.columns)} bytes for {transfer.count} reads"
+                )
             if len(transfer.pack_columns) != 8 * 6 * transfer.pack_count:
-                raise WireError(f"transfer of {message.reader}: {len(transfer.pack_columns)} bytes for {transfer.pack_count} packs")
+                raise WireError(
+                    f"transfer of {message.reader}: {len(transfer.pack_columns)} bytes for {transfer.pack_count} packs"
+                )
 
 
 def _validate_source(message: SourceManifest) -> None:
@@ -293,10 +297,14 @@ def _validate_source(message: SourceManifest) -> None:
         tensor = message.tensors[shard.tensor]
         rank = len(tensor.shape)
         if not len(shard.offset) == len(shard.shape) == len(shard.strides) == rank:
-            raise WireError(f"{where}: a shard of {tensor.name!r} has another number of axes than its shape {tensor.shape}")
+            raise WireError(
+                f"{where}: a shard of {tensor.name!r} has another number of axes than its shape {tensor.shape}"
+            )
         for offset, size, full in zip(shard.offset, shard.shape, tensor.shape, strict=True):
             if offset < 0 or size < 0 or offset + size > full:
-                raise WireError(f"{where}: the box {shard.offset}+{shard.shape} leaves {tensor.name!r} of shape {tensor.shape}")
+                raise WireError(
+                    f"{where}: the box {shard.offset}+{shard.shape} leaves {tensor.name!r} of shape {tensor.shape}"
+                )
         if any(stride < 0 for stride in shard.strides):
             raise WireError(f"{where}: a shard of {tensor.name!r} has negative strides {shard.strides}")
         region = regions.get(shard.region)

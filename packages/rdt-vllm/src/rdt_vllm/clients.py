@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+
 from rdt_core.engines import CachePolicy, ConnectInfo, PauseMode
 from rdt_core.errors import DeadlineError, EngineError
 
@@ -60,7 +61,9 @@ class _VllmEngine(ABC):
         if not name:
             raise EngineError("a replica needs a name, unique in its sync group")
         if cache not in ("reset", "keep") or pause not in ("keep", "wait", "abort"):
-            raise EngineError(f"replica {name!r}: cache={cache!r} is reset or keep; pause={pause!r} is keep, wait or abort")
+            raise EngineError(
+                f"replica {name!r}: cache={cache!r} is reset or keep; pause={pause!r} is keep, wait or abort"
+            )
         self.name = name
         self.cache = cache
         self.pause_mode = pause
@@ -127,7 +130,9 @@ class _VllmEngine(ABC):
         self._open = self._finishing = False
         found = self._weight_version(deadline)
         if set(found) != {str(version)}:
-            raise EngineError(f"replica {self.name!r} was given version {version} and says that it serves {', '.join(found)}")
+            raise EngineError(
+                f"replica {self.name!r} was given version {version} and says that it serves {', '.join(found)}"
+            )
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         """See `EngineClient.abort`.
@@ -170,7 +175,9 @@ class _VllmEngine(ABC):
         """
         found = set(self._weight_version(deadline))
         if len(found) > 1:
-            raise EngineError(f"the actors of replica {self.name!r} serve different versions: {', '.join(sorted(found))}")
+            raise EngineError(
+                f"the actors of replica {self.name!r} serve different versions: {', '.join(sorted(found))}"
+            )
         text = found.pop()
         return int(text) if text.isdecimal() else None
 
@@ -218,7 +225,9 @@ class VllmRayEngine(_VllmEngine):
             try:
                 results.append(ray.get(ref, timeout=max(deadline - time.monotonic(), 0.0)))
             except GetTimeoutError as error:
-                raise DeadlineError(f"replica {self.name!r}: {method} of actor {index} was not done by its deadline") from error
+                raise DeadlineError(
+                    f"replica {self.name!r}: {method} of actor {index} was not done by its deadline"
+                ) from error
             except RayTaskError as error:
                 cause = error.cause if error.cause is not None else error
                 failures.append((f"actor {index}: {type(cause).__name__}: {cause}", error))
@@ -298,21 +307,21 @@ class VllmHttpEngine(_VllmEngine):
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineError(f"{where} was not sent: its deadline has passed")
-        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
+        request = urllib.request.Request(
             f"{self.url}/{path}{'?' + query if query else ''}",
             data=json.dumps(body or {}).encode() if post else None,
             headers={"Content-Type": "application/json", **self._headers},
             method="POST" if post else "GET",
         )
         try:
-            with urllib.request.urlopen(request, timeout=left) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=left) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             told = error.read().decode(errors="replace")[:4000]
             if error.code in (404, 405):
                 raise EngineError(
                     f"{where}: the server has no such route; start it with VLLM_SERVER_DEV_MODE=1 in its environment and "
-                    f"--weight-transfer-config '{{\"backend\": \"rdt\"}}'"
+                    f'--weight-transfer-config \'{{"backend": "rdt"}}\''
                 ) from error
             raise EngineError(f"{where} failed with status {error.code}: {told}") from error
         except TimeoutError as error:

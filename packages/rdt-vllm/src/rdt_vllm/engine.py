@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rdt_core.control import ensure_ray, open_coordinator
-from rdt_core.errors import EngineError, SyncError
-from rdt_core.receiver import DEFAULT_KINDS, Receiver
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -23,6 +20,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+
+from rdt_core.control import ensure_ray, open_coordinator
+from rdt_core.errors import EngineError, SyncError
+from rdt_core.receiver import DEFAULT_KINDS, Receiver
 
 from .landing import VllmLanding
 from .protocol import ABORTED, LEFT_OPEN, OPEN_ON_ALL, OPEN_ON_LAST, OPEN_ON_OTHERS

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+
 from rdt_core.errors import TornReplicaError
 
 

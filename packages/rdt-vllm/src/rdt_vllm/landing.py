@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
 from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError
 from rdt_core.landing import Destination, storage_bytes
 from rdt_core.tracing import Destinations, Trace, trace
 from rdt_core.wire import TensorMeta
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from . import layers
 from .guard import TornGuard
@@ -121,7 +122,8 @@ class VllmLanding:
                 self._formats[key] = form
                 targets.add(key, tensor)
             try:
-                result = trace(self._model.load_weights, tensors, targets, device=self._device)
+                load: Any = self._model.load_weights
+                result = trace(load, tensors, targets, device=self._device)
             except RdtError:
                 raise
             except Exception as error:
@@ -184,7 +186,9 @@ class VllmLanding:
             if in_place:
                 serving = self._serving(form)
                 if serving is None or not form.equals(serving, self._device):
-                    raise EngineError(f"{self.who}: {key} cannot be written in place: it is a view, or not on {self._device}")
+                    raise EngineError(
+                        f"{self.who}: {key} cannot be written in place: it is a view, or not on {self._device}"
+                    )
                 self._storages[key] = storage_bytes(serving)
             elif count < math.prod(form.shape):
                 self._padded.add(key)

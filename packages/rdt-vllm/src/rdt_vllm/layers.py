@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from rdt_core.errors import EngineError
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -26,6 +25,8 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer, rest
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.platforms import current_platform
+
+from rdt_core.errors import EngineError
 
 _PROCESSED = "_already_called_process_weights_after_loading"
 
@@ -84,7 +85,7 @@ def load_format(model: torch.nn.Module) -> Iterator[None]:
                 # reload that wrapper drops what it is given
                 if loader is not None and (original := _get_original_loader(tensor)) is not loader:
                     unwrapped.append((tensor, loader))
-                    tensor.weight_loader = original  # type: ignore[attr-defined]
+                    tensor.weight_loader = original
         yield
     finally:
         for tensor, loader in unwrapped:
@@ -127,7 +128,7 @@ def materialise(module: torch.nn.Module, memory: Mapping[str, torch.Tensor]) -> 
 
 def _over(memory: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     """A tensor with the geometry, class and attributes of `meta` whose elements lie in `memory`."""
-    start, rest = divmod(memory.storage_offset(), meta.element_size())
+    start, rest = divmod(int(memory.storage_offset()), meta.element_size())
     if rest:
         raise EngineError(f"receive memory at byte {memory.storage_offset()} is not aligned for {meta.dtype}")
     tensor = torch.empty(0, dtype=meta.dtype, device=memory.device).set_(
@@ -148,7 +149,7 @@ def process(module: torch.nn.Module) -> None:
     if isinstance(method, QuantizeMethodBase):
         method.process_weights_after_loading(module)
         if hasattr(module, "update_param_tp_status"):
-            module.update_param_tp_status()
+            module.update_param_tp_status()  # type: ignore[operator]
     _copy_and_restore_kernel_tensors(module, info)
     info.reset()
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
 from rdt_core.errors import DeadlineError
 
 #: seconds that the ranks of one executor may be apart at the end of a step that has a deadline of its own

@@ -145,7 +145,9 @@ class VllmServer:
         """SHA-256 of every parameter of every worker, by `dp:pp:pcp:tp:name`."""
         return {name: digest for rank in await self._llm.compute_weight_checksums() for name, digest in rank.items()}
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    async def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Calls a method of every worker by name, as `AsyncLLM.collective_rpc`."""
         return await self._llm.collective_rpc(method, args=args, kwargs=dict(kwargs or {}))
 
@@ -160,9 +162,7 @@ class VllmServer:
 
 def _generation(sample: Any) -> Generation:
     tokens = tuple(sample.token_ids)
-    logprobs = tuple(
-        float(step[token].logprob) for token, step in zip(tokens, sample.logprobs or [], strict=False)
-    )
+    logprobs = tuple(float(step[token].logprob) for token, step in zip(tokens, sample.logprobs or [], strict=False))
     spans = sample.weight_versions or []
     return Generation(
         token_ids=tokens,
@@ -184,7 +184,5 @@ def launch(model: str, *, name: str | None = None, options: Mapping[str, Any] | 
     import ray
 
     # concurrent: a pause has to get through while requests are being generated
-    actor = ray.remote(VllmServer).options(
-        **{"name": name, "num_cpus": 0, "max_concurrency": 1000, **(options or {})}  # type: ignore[dict-item]
-    )
+    actor = ray.remote(VllmServer).options(**{"name": name, "num_cpus": 0, "max_concurrency": 1000, **(options or {})})
     return actor.remote(model, **arguments)

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 
 from packaging.version import Version
+
 from rdt_core.errors import VersionError
 
 #: first and first refused release
