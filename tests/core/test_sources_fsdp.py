@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for ranks in (2, 4):
         names = [name for name, wanted in {**RANKS, **REFUSALS}.items() if wanted == ranks]
         command = [sys.executable, str(script), str(folder), str(ranks), *names]
-        done = subprocess.run(command, timeout=180, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     return folder
 

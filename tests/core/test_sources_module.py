@@ -254,9 +254,9 @@ def test_shards_of_hundreds_of_parameters_take_milliseconds() -> None:
     source.shards()
     times = []
     for _ in range(7):
-        start = time.perf_counter()
+        start = time.process_time()
         assert len(source.shards()) == 400
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.02, f"{min(times) * 1e3:.1f} ms"
 
 

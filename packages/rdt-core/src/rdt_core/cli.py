@@ -7,6 +7,7 @@ failed, 2 when the command line cannot work (nothing was started then), 130 afte
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -47,6 +48,9 @@ _BENCH_EPILOG = (
 @app.callback()
 def _root() -> None:
     """Moves a model's weights from the ranks that train it to the ranks that serve it."""
+    # Under `uv run` Ray would build a fresh environment for every worker; all of them live on this machine and can use
+    # the one that this process runs in. Ray reads it when it is imported, which is later.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 
 @app.command(epilog=_DEMO_EPILOG)

@@ -1,0 +1,161 @@
+"""Whole syncs into stock vLLM: FSDP2 trainers, every executor, publish mode and link kind, and what happens on faults.
+
+Parameters are compared byte for byte with vLLM's own loader; what the engine computes, with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rdt_testbed.programs import VLLM_ENVIRONMENT, run
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+MATRIX = [
+    {"options": {"mode": mode, "kinds": [kind], "bucket_bytes": 65536}}
+    for mode in ("live", "snapshot", "bucket")
+    for kind in ("mapped", "prepared", "ray")
+]
+DIAGONAL = [MATRIX[0], MATRIX[4], MATRIX[8]]
+TP2 = {"tensor_parallel_size": 2}
+
+
+def sync(timeout_s: float = 580, environment: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
+    return run(
+        HERE / "sync_program.py",
+        json.dumps(settings),
+        timeout_s=timeout_s,
+        environment={**VLLM_ENVIRONMENT, **(environment or {})},
+    )
+
+
+def assert_exact(found: dict[str, Any], groups: list[dict[str, Any]] | None = None, tolerance: float = 1e-4) -> None:
+    count = len(groups or [{}])
+    assert found["unchanged"] == [True] * count
+    assert found["equals_loader"] == [True] * count
+    for entry in found["syncs"]:
+        assert entry["said"] == entry["version"], entry
+        if "stamped" in entry:
+            assert entry["stamped"] == [str(entry["version"])], entry
+            assert entry["max_abs_logprob_error"] < tolerance, entry
+            if entry["cache"] == "reset":
+                assert entry["long_prompt_error"] < tolerance, entry
+        if groups and entry["group"] <= count:
+            options = groups[entry["group"] - 1].get("options", {})
+            assert entry["mode"] == options.get("mode", entry["mode"])
+            assert entry["kinds"] == options.get("kinds", entry["kinds"])
+
+
+def test_every_mode_and_kind_into_one_rank():
+    found = sync(kind="llama-tied", groups=MATRIX)
+    assert_exact(found, MATRIX)
+
+
+def test_every_mode_and_kind_into_two_ranks():
+    found = sync(kind="qwen3", groups=MATRIX, engine=TP2)
+    assert_exact(found, MATRIX)
+
+
+@pytest.mark.parametrize("engine", [{}, TP2], ids=["tp1", "tp2"])
+def test_mixture_of_experts(engine):
+    found = sync(kind="qwen3-moe", groups=DIAGONAL, engine=engine)
+    assert_exact(found, DIAGONAL)
+
+
+def test_expert_parallel_ranks_hold_what_their_loader_gives():
+    # vLLM's CPU kernel cannot run it, so nothing is generated
+    found = sync(kind="qwen3-moe", generate=False, engine={**TP2, "enable_expert_parallel": True})
+    assert_exact(found)
+    assert any("w13_weight" in name for name in found["names"])
+
+
+def test_float32_trainers_feed_a_bfloat16_engine():
+    groups = [
+        {"options": {"dtype": "bfloat16", "mode": "snapshot"}},  # cast by the trainer
+        {"options": {"dtype": "bfloat16", "mode": "bucket", "bucket_bytes": 4096}},  # less than the largest tensor
+        {"options": {"mode": "live"}},  # cast by the engine
+    ]
+    found = sync(kind="llama-tied", changes={"vocab_size": 250}, dtype="bfloat16", groups=groups)
+    assert_exact(found, groups, tolerance=0.1)
+    sizes = {entry["group"]: entry["bytes"] for entry in found["syncs"]}
+    assert sizes[1] == sizes[2] == sizes[3] // 2
+
+
+def test_workers_of_a_ray_executor():
+    found = sync(
+        kind="qwen3",
+        gpus=2,
+        engine={**TP2, "distributed_executor_backend": "ray"},
+        environment={"RDT_TESTBED_RAY_CPU": "1"},
+        failures=True,
+    )
+    assert_exact(found)
+    assert_recovered(found)
+
+
+def test_prefix_caches_follow_the_policy():
+    groups = [{"cache": "reset"}, {"cache": "keep"}]
+    found = sync(kind="qwen3", groups=groups)
+    assert_exact(found, groups)
+    kept = [entry for entry in found["syncs"] if entry["cache"] == "keep"]
+    # the long prompt's first block was cached under other weights, and is used: that is what keeping means
+    assert kept
+    assert all(entry["long_prompt_error"] > 0.01 for entry in kept)
+
+
+@pytest.mark.parametrize("engine", [{}, TP2], ids=["tp1", "tp2"])
+def test_failures_and_faults(engine):
+    found = sync(kind="llama-tied", engine=engine, in_flight=True, failures=True, faults=True)
+    assert_exact(found)
+    assert_recovered(found)
+
+    flight = found["in_flight"]
+    assert flight["tokens"] == 100, flight
+    assert flight["finish"] == "length"
+    assert len(flight["versions"]) == 2
+
+    # a trainer's process ended in the middle of a sync: everybody hears of it in time, no version is stamped
+    assert "SyncError" in found["errors"]["trainer_died"]
+    assert "source rank 1" in found["errors"]["trainer_died"]
+    assert found["trainer_died_after_s"] < 45
+    assert found["half_written"]
+    before, after = found["version_after_death"]
+    assert before == after
+    assert found["paused_after_death"]
+    # the last entry of `syncs` is the sync of another group that healed it, checked by `assert_exact`
+    assert found["syncs"][-1]["version"] == before + 2
+
+    assert found["victim"].startswith("VLLM::Worker_TP1" if engine else "VLLM::EngineCore")
+    for error in found["errors"]["worker_died"]:
+        assert "SyncError" in error or "EngineError" in error, error
+    assert found["worker_died_after_s"] < 90
+
+
+def assert_recovered(found: dict[str, Any]) -> None:
+    """After each wrong order of calls a whole sync was exact again (`assert_exact`), and the wrong call said why."""
+    errors = found["errors"]
+    assert "no sync is running" in errors["pull"]
+    assert "nothing was committed" in errors["finish"]
+    assert "backend rdt takes version" in errors["bad_update"]
+    for quiet in ("pull_abort", "finish_abort", "all_abort", "lost_open", "lost_pull", "lost_finish", "bad_abort"):
+        assert errors[quiet] == "nothing", quiet
+    assert found["version_after_finish"] < 900
+
+
+def test_a_server_outside_the_cluster_over_http():
+    found = run(HERE / "http_program.py", timeout_s=500, environment=VLLM_ENVIRONMENT)
+    assert found["version_before"] is None
+    assert [entry["said"] for entry in found["syncs"]] == [1, 2]
+    assert found["differ"]
+    assert found["equals_loader"]
+    assert found["last"] == 3
+    errors = found["errors"]
+    assert "no sync is running" in errors["pull"]
+    assert errors["abort"] == errors["connect"] == "nothing"
+    assert "rdt.nobody" in errors["no_group"]
+    assert "no answer" in errors["gone"]
