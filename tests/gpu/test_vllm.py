@@ -22,14 +22,23 @@ def test_checksums_equal_the_trainers_and_no_address_changes(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     program = Path(__file__).with_name("vllm_program.py")
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), "--every", "--cells", "live:mapped,live:prepared,snapshot:mapped"],
+        [
+            sys.executable,
+            str(program),
+            str(tmp_path),
+            "--every",
+            "--cells",
+            "live:mapped,live:prepared,snapshot:mapped",
+        ],
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
+    result = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT ")
+    )
     assert result["differing_before"] > 0
     assert [cell["differing"] for cell in result["cells"]] == [[], [], []]
     assert [cell["compared"] for cell in result["cells"]] == [3, 3, 3]

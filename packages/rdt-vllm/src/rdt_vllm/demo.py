@@ -116,8 +116,6 @@ def start(
         EngineError: it has no CPU kernels, or did not start.
         DeadlineError: not up within `timeout_s`.
     """
-    import ray
-
     check_vllm()
     _check_cpu_build()
     handle = launch(
@@ -134,13 +132,8 @@ def start(
         generation_config="vllm",  # the checkpoint's own may set a temperature or filters
         disable_log_stats=True,
     )
-    try:
-        name = _get([handle.ready.remote()], "start", timeout_s)[0]
-    except BaseException:
-        # the actor is still in its constructor and answers nothing; its engine ends when it finds itself alone
-        with contextlib.suppress(Exception):
-            ray.kill(handle)
-        raise
+    # an actor that fails here is left to the end of the cluster, which finds its processes as long as it lives
+    name = _get([handle.ready.remote()], "start", timeout_s)[0]
     return VllmRollout(handle, name if tp == 1 else f"{name} tp={tp}")
 
 

@@ -71,7 +71,12 @@ class EngineStarter(Protocol):
     def __call__(
         self, model_dir: Path, *, tp: int, dtype: str, max_model_len: int, seed: int, threads: int, timeout_s: float
     ) -> RolloutEngine:
-        """Starts the engine. Raises EngineError, or DeadlineError after `timeout_s` seconds."""
+        """Starts the engine; one that does not come up is left to the end of the cluster.
+
+        Raises:
+            EngineError: it did not start.
+            DeadlineError: not up within `timeout_s` seconds.
+        """
         ...
 
 

@@ -9,14 +9,11 @@ process with it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import signal
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +22,17 @@ from ..errors import DeadlineError, RdtError, SourceError, SyncError
 from ..wire import SyncReport
 from . import model as checkpoint
 from .engines import Completion, RolloutEngine, load_engine
+from .local import cluster
 from .options import DemoOptions
 from .report import DemoReport, StepReport, draw
 from .reward import advantages, encode_prompts, reward
 from .show import Display, Silence
 from .trainer import FsdpTrainer, Sample, Score
 
-NAMESPACE = "rdt"
 #: largest difference allowed between the engine's log-probabilities and the trainer's, by the engine's dtype. One
 #: optimiser step moves some token's log-probability by a tenth and more, float32 rounding by less than a thousandth.
 #: In bfloat16 rounding is as large as a step: there the bound only catches weights that are wrong.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
-OBJECT_STORE_BYTES = 256 << 20
 
 
 class DemoError(RdtError):
@@ -86,11 +82,15 @@ def run(options: DemoOptions, display: Display | None = None) -> Outcome:
         batch = _Batch(options, model_dir)
     with contextlib.ExitStack() as stack:
         with display.activity("starting Ray"):
-            stack.enter_context(_cluster(options))
+            # logical CPUs: ranks and engine take turns, so that two cores are enough
+            cpus = options.trainer_spec.get("ranks") + options.engine_spec.get("tp") + 1
+            family = stack.enter_context(cluster(cpus))
         # both at once: the ranks load the model while the engine warms up
         with display.activity(f"starting {options.trainer} and {options.engine} (the engine takes about 40 s)"):
             trainers = _Trainers(options, model_dir, stack)
             engine = _start_engine(options, model_dir, batch.longest + options.max_tokens, stack)
+            # before the engine is asked to end: what it does not end is ended with the cluster
+            stack.callback(family.note)
             display.note(f"{engine.name} is up; {trainers.start():,} weights on {trainers.count} ranks")
         with display.activity("connecting: the engine's loaders are traced, both sides plan"):
             trainers.connect(engine)
@@ -338,29 +338,3 @@ def _start_engine(
     )
     stack.callback(engine.shutdown)
     return engine
-
-
-@contextlib.contextmanager
-def _cluster(options: DemoOptions) -> Iterator[None]:
-    import ray
-
-    if ray.is_initialized():
-        raise DemoError("this process is connected to a Ray cluster already; the demo starts and ends one of its own")
-    tp = options.engine_spec.get("tp")
-    handler = signal.getsignal(signal.SIGTERM)
-    ray.init(
-        address="local",  # never somebody's cluster that RAY_ADDRESS names: this one is shut down at the end
-        num_cpus=options.trainer_spec.get("ranks") + tp + 1,  # logical: they take turns, so that two cores are enough
-        include_dashboard=False,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        object_store_memory=OBJECT_STORE_BYTES,  # no weights pass through it
-        logging_level=logging.ERROR,  # it warns of the token that it makes for this very cluster
-    )
-    if threading.current_thread() is threading.main_thread():
-        # Ray puts one of its own in place of the caller's
-        signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        ray.shutdown()
