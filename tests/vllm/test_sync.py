@@ -56,9 +56,9 @@ def test_every_mode_and_kind_into_one_rank():
     assert_exact(found, MATRIX)
 
 
-def test_every_mode_and_kind_into_two_ranks():
-    found = sync(kind="qwen3", groups=MATRIX, engine=TP2)
-    assert_exact(found, MATRIX)
+def test_each_mode_and_kind_into_two_ranks():
+    found = sync(kind="qwen3", groups=DIAGONAL, engine=TP2)
+    assert_exact(found, DIAGONAL)
 
 
 @pytest.mark.parametrize("engine", [{}, TP2], ids=["tp1", "tp2"])

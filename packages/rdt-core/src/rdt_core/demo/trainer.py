@@ -155,7 +155,7 @@ class FsdpTrainer:
             errors.append(self._errors(batch, [values.detach() for values in logprobs]))
             terms = [-sample.advantage * values.sum() for sample, values in zip(batch, logprobs, strict=True)]
             # FSDP averages gradients over ranks, the loss is a mean over all ranks' tokens
-            loss = sum(terms[1:], terms[0]) * (1 / total_tokens)
+            loss = sum(terms[1:], terms[0]) * (self.world_size / total_tokens)
             loss.backward()
         self._reshard()
         return Score(sum(len(sample.response) for sample in samples), max(errors))

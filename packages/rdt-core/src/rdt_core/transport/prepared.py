@@ -65,15 +65,17 @@ def check_memory(tensor: torch.Tensor, what: str) -> None:
         )
 
 
-class Registry:
-    """Memory that one end of a link registers with Ray's agent: each storage once, for the life of the process.
+#: Registered memory by address, kept for the life of the process, as Ray keeps the registrations: Ray finds them by address
+#: alone and never takes them back here, so memory that was freed and handed out again would pass for registered and
+#: readers would get what the old pages hold.
+_KEPT: dict[int, torch.Tensor] = {}
 
-    Ray finds registrations by address alone, so registered memory is kept alive: a later storage at the same address
-    would pass for registered.
-    """
+
+class Registry:
+    """Memory that one end of a link registers with Ray's agent: each storage once, for the life of the process."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, torch.Tensor] = {}
+        self._added: set[int] = set()
 
     def add(self, tensor: torch.Tensor, what: str) -> None:
         """Registers the storage below `tensor` unless it is already.
@@ -82,7 +84,10 @@ class Registry:
             TransportError: expandable segments, or NIXL refuses; names `what`.
         """
         address = tensor.untyped_storage().data_ptr()
-        if not tensor.untyped_storage().nbytes() or address in self._kept:
+        if not tensor.untyped_storage().nbytes():
+            return
+        self._added.add(address)
+        if address in _KEPT:
             return
         check_memory(tensor, what)
         ray_agent()
@@ -94,11 +99,11 @@ class Registry:
             raise TransportError(
                 f"{what} ({tensor.numel()} bytes on {tensor.device}) cannot be registered: {error}"
             ) from error
-        self._kept[address] = tensor
+        _KEPT[address] = tensor
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether the storage below `tensor` was added."""
-        return tensor.untyped_storage().data_ptr() in self._kept
+        return tensor.untyped_storage().data_ptr() in self._added
 
 
 class NixlSource:

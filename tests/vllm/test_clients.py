@@ -1,0 +1,225 @@
+"""The clients' own logic against a small HTTP server that answers what a test tells it; whole syncs: test_sync.py."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rdt_core.engines import ConnectInfo, EngineClient
+from rdt_core.errors import DeadlineError, EngineError
+from rdt_vllm import VllmHttpEngine, VllmRayEngine
+from rdt_vllm.protocol import ABORTED, LEFT_OPEN
+
+pytestmark = pytest.mark.unit
+
+INFO = ConnectInfo(group="g", replica="r", namespace="rdt", address="head:1", kinds=("mapped",), timeout_s=9.0)
+
+
+class Server:
+    """Answers by path; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, Any]] = []
+        self.answers: dict[str, list[tuple[int, Any]]] = {}
+        self.delay = 0.0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def respond(self) -> None:
+                size = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(size)) if size else None
+                path = self.path.lstrip("/")
+                outer.asked.append((self.command, path, body))
+                time.sleep(outer.delay)
+                queue = outer.answers.get(path.partition("?")[0], [])
+                status, answer = queue.pop(0) if queue else (200, {})
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                try:
+                    self.wfile.write(data)
+                except BrokenPipeError:
+                    pass
+
+            do_GET = do_POST = respond
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def paths(self) -> list[str]:
+        return [path for _, path, _ in self.asked]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    started = Server()
+    yield started
+    started.close()
+
+
+def soon(seconds: float = 5.0) -> float:
+    return time.monotonic() + seconds
+
+
+def failed(message: str) -> tuple[int, Any]:
+    return 500, {"error": {"message": message}}
+
+
+def test_a_sync_is_vllms_own_calls_in_order(server):
+    client = VllmHttpEngine(server.url + "/", name="r")
+    assert isinstance(client, EngineClient)
+    server.answers["weight_info"] = [(200, {"weight_version": "default"}), (200, {"weight_version": "7"})]
+    assert client.version(deadline=soon()) is None
+    client.connect(INFO, deadline=soon())
+    client.pause(deadline=soon())
+    client.begin(7, deadline=soon())
+    client.pull(7, deadline=soon(20))
+    client.finish(7, deadline=soon())
+    client.resume(deadline=soon())
+    client.health(deadline=soon())
+    assert server.paths() == [
+        "weight_info", "init_weight_transfer_engine", "pause?mode=keep&clear_cache=true", "start_weight_update",
+        "update_weights", "finish_weight_update", "weight_info", "resume", "health",
+    ]  # fmt: skip
+    bodies = {path: body for _, path, body in server.asked}
+    init = bodies["init_weight_transfer_engine"]["init_info"]
+    assert init["kinds"] == ["mapped"]
+    assert init["address"] == "head:1"
+    update = bodies["update_weights"]["update_info"]
+    assert update["version"] == 7
+    assert 10 < update["timeout_s"] < 20  # the engine's deadline comes before the caller's
+    assert bodies["finish_weight_update"] == {"weight_version": "7"}
+
+
+@pytest.mark.parametrize(("cache", "query"), [("reset", "clear_cache=true"), ("keep", "clear_cache=false")])
+def test_the_cache_policy_is_explicit(server, cache, query):
+    VllmHttpEngine(server.url, cache=cache, pause="wait").pause(deadline=soon())
+    assert server.paths() == [f"pause?mode=wait&{query}"]
+
+
+def test_a_version_that_is_not_reported_back_is_an_error(server):
+    client = VllmHttpEngine(server.url, name="r")
+    server.answers["weight_info"] = [(200, {"weight_version": "6"})]
+    client.begin(7, deadline=soon())
+    with pytest.raises(EngineError, match="given version 7 and says that it serves 6"):
+        client.finish(7, deadline=soon())
+
+
+def test_a_server_without_the_routes_says_what_to_start_it_with(server):
+    server.answers["pause"] = [(404, {"detail": "Not Found"})]
+    with pytest.raises(EngineError, match=r"VLLM_SERVER_DEV_MODE=1.*weight-transfer-config"):
+        VllmHttpEngine(server.url).pause(deadline=soon())
+
+
+def test_errors_carry_the_servers_words_and_deadlines_hold(server):
+    client = VllmHttpEngine(server.url, name="r")
+    server.answers["update_weights"] = [failed("rank 1: CoverageError: nobody holds x")]
+    with pytest.raises(EngineError, match=r"status 500.*nobody holds x"):
+        client.pull(1, deadline=soon())
+    server.answers["resume"] = [(200, b"<html>")]
+    with pytest.raises(EngineError, match="no JSON"):
+        client.resume(deadline=soon())
+    server.delay = 2.0
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="not answered within"):
+        client.health(deadline=soon(0.3))
+    assert time.monotonic() - began < 1.5
+    with pytest.raises(DeadlineError, match="deadline has passed"):
+        client.health(deadline=time.monotonic() - 1)
+
+
+def test_a_server_that_is_not_there():
+    with pytest.raises(EngineError, match="no answer"):
+        VllmHttpEngine("http://127.0.0.1:9").health(deadline=soon())
+
+
+def test_abort_does_what_the_failed_call_left_to_do(server):
+    client = VllmHttpEngine(server.url, name="r")
+    client.abort(1, "nothing began", deadline=soon())
+    assert server.paths() == []
+
+    ended = {
+        "update_weights": [failed(f"{ABORTED}: because")],
+        "finish_weight_update": [failed("finish_weight_update called without a matching start_weight_update.")],
+    }
+    client.begin(1, deadline=soon())
+    server.asked.clear()
+    server.answers = {name: list(answers) for name, answers in ended.items()}
+    client.abort(1, "because", deadline=soon())
+    assert server.paths() == ["update_weights", "finish_weight_update"]
+    assert server.asked[0][2]["update_info"]["abort"] == "version 1: because"
+    assert server.asked[1][2] == {}  # no version is ever stamped
+    client.abort(1, "again", deadline=soon())
+    assert len(server.asked) == 2
+
+    client.begin(2, deadline=soon())
+    server.answers = {"finish_weight_update": [failed("no version was pulled")]}
+    with pytest.raises(EngineError, match="no version was pulled"):
+        client.finish(2, deadline=soon())
+    server.asked.clear()
+    server.answers = {
+        **{name: list(answers) for name, answers in ended.items()},
+        "start_weight_update": [failed("already active")],
+    }
+    client.abort(2, "because", deadline=soon())
+    assert server.paths() == ["start_weight_update", "update_weights", "finish_weight_update"]
+
+
+def test_an_abort_that_the_engine_does_not_understand_is_an_error(server):
+    client = VllmHttpEngine(server.url, name="r")
+    client.begin(1, deadline=soon())
+    server.answers = {"update_weights": [failed("EngineCore died")]}
+    with pytest.raises(EngineError, match=r"did not end its sync: update: .*EngineCore died"):
+        client.abort(1, "because", deadline=soon())
+
+
+@pytest.mark.parametrize(
+    ("where", "calls"),
+    [
+        ("all", ["update_weights", "finish_weight_update"]),
+        ("others", ["update_weights", "finish_weight_update"]),
+        ("last", ["start_weight_update", "update_weights", "finish_weight_update"]),
+    ],
+)
+def test_a_sync_that_another_driver_left_open_is_ended_first(server, where, calls):
+    server.answers = {
+        "init_weight_transfer_engine": [failed(f"{LEFT_OPEN}:{where} an earlier weight update never ended")],
+        "update_weights": [failed(ABORTED)],
+    }
+    VllmHttpEngine(server.url, name="r").connect(INFO, deadline=soon())
+    assert server.paths() == ["init_weight_transfer_engine", *calls, "init_weight_transfer_engine"]
+
+
+def test_wrong_arguments_are_refused():
+    for url in ("localhost:8000", "ftp://host", "http://"):
+        with pytest.raises(EngineError, match="no URL"):
+            VllmHttpEngine(url)
+    with pytest.raises(EngineError, match="cache='drop'"):
+        VllmHttpEngine("http://host", cache="drop")
+    with pytest.raises(EngineError, match="needs a name"):
+        VllmRayEngine(["handle"], name="")
+    with pytest.raises(EngineError, match="no actors"):
+        VllmRayEngine([], name="r")
+
+
+def test_clients_travel_to_the_trainer():
+    client = pickle.loads(pickle.dumps(VllmHttpEngine("http://host:1", cache="keep")))
+    assert (client.name, client.cache, client.url) == ("host:1", "keep", "http://host:1")
