@@ -5,7 +5,9 @@ Logical GPUs stand for engine ranks; no device is behind them. It never joins a 
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,5 +69,20 @@ def local_cluster(gpus: int = 0, cpus: int = 4) -> Iterator[Cluster]:
         yield Cluster(address=context.address_info["gcs_address"], namespace=NAMESPACE, gpus=gpus)
     finally:
         ray.shutdown()
+        forget_nixl()
         # the next cluster must not compete with this one's dying workers
         psutil.wait_procs([process for process in descendants() if process.pid not in before], timeout=_END_S)
+
+
+def forget_nixl() -> None:
+    """Ends the NIXL agent that this process may have made: its progress thread keeps a whole core busy, tests or not."""
+    util = sys.modules.get("ray.experimental.rdt.util")
+    if util is None:
+        return
+    manager = util.get_tensor_transport_manager("NIXL")
+    manager._nixl_agent = None
+    manager._tensor_desc_cache.clear()
+    prepared = sys.modules.get("rdt_core.transport.prepared")
+    if prepared is not None:
+        prepared._KEPT.clear()
+    gc.collect()
