@@ -142,12 +142,13 @@ class Run:
     def all(self) -> None:
         import ray
 
-        for group in self.settings.get("groups", [{}]):
+        groups = self.settings.get("groups", [{}])
+        for group in groups:
             self.join(self.trainers, group.get("cache", "reset"), group.get("options", {}))
             for seed in (11, 12, 13):
                 self.sync(seed + 10 * self.groups)
             self.against_loader(13 + 10 * self.groups)
-            if group is not self.settings.get("groups", [{}])[-1]:
+            if group is not groups[-1]:
                 ray.get([trainer.leave.remote() for trainer in self.trainers])
         if self.settings.get("in_flight"):
             self.in_flight()

@@ -130,7 +130,7 @@ def test_failures_and_faults(engine):
     # the last entry of `syncs` is the sync of another group that healed it, checked by `assert_exact`
     assert found["syncs"][-1]["version"] == before + 2
 
-    assert found["victim"].startswith("VLLM::Worker_TP1" if engine else "VLLM::EngineCore")
+    assert found["victim"].startswith("VLLM::Worker_TP1" if engine else "VLLM::Worker")
     for error in found["errors"]["worker_died"]:
         assert "SyncError" in error or "EngineError" in error, error
     assert found["worker_died_after_s"] < 90

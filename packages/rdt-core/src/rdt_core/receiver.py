@@ -353,8 +353,10 @@ class Receiver:
                 run()
             for module in step.chunk.closes:
                 self.landing.close(module)
-            if step.ends_round:
+            if step.memory or step.scatter is not None or step.replays or step.ends_round:
+                # receive memory is posted to again by a later chunk, which does not wait for kernels that still read it
                 self._settle()
+            if step.ends_round:
                 self.control.read(self.name, sync, step.chunk.round)
             phases["land"] += time.perf_counter() - waited
             return nbytes
