@@ -191,6 +191,34 @@ def test_three_syncs_are_exact(group, mode, ranks, engine_ranks):
     assert made.syncs[0].mode == mode
 
 
+def test_an_engine_rank_that_takes_nothing_of_the_first_rounds(group):
+    def stages(module, weights):
+        last = ("layers.1.", "norm.")
+        for name, tensor in weights:
+            if name.startswith(last) == (module.rank == 1):
+                module.get_parameter(name.replace(".", "/")).data.copy_(tensor)
+
+    def stage(rank: int) -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.rank = rank
+        for name, shape in SHAPES.items():
+            if name.startswith(("layers.1.", "norm.")) == (rank == 1):
+                module.register_parameter(name.replace(".", "/"), torch.nn.Parameter(torch.zeros(shape)))
+        return module
+
+    made = group(2, 2, mode="bucket", bucket_bytes=500, timeout_s=5.0)
+    made.workers = [
+        ModuleWorker(lambda rank=rank: stage(rank), rank, 2, stages, made.control, made.exchange) for rank in range(2)
+    ]
+    made.replica = ModuleReplica(made.workers)
+    made.attach()
+    for version in (1, 2):
+        made.publish(version)
+        held = {name: value for worker in made.workers for name, value in worker.state().items()}
+        assert len(held) == len(SHAPES)
+        assert all(torch.equal(held[name.replace(".", "/")], whole(name, version)) for name in SHAPES)
+
+
 def test_unchanged_weights_change_nothing(group):
     made = group(2, 1)
     made.attach()

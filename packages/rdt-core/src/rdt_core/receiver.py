@@ -333,8 +333,15 @@ class Receiver:
         self._landing_began = True
         self.torn = f"version {version} is being received"
         self.landing.begin()
-        round_ready = 0
+        readable, unread = 0, 0  # last round that is published, first one that is not acknowledged
         pending: tuple[_Step, float] | None = None
+
+        def acknowledge(until: int) -> None:
+            """Gives back every round before `until`; those with nothing for this rank too, or their buckets stay taken."""
+            nonlocal unread
+            for number in range(unread, until):
+                self.control.read(self.name, sync, number)
+            unread = max(unread, until)
 
         def process(step: _Step, posted: float) -> int:
             started = time.perf_counter()
@@ -357,22 +364,21 @@ class Receiver:
                 # receive memory is posted to again by a later chunk, which does not wait for kernels that still read it
                 self._settle()
             if step.ends_round:
-                self.control.read(self.name, sync, step.chunk.round)
+                acknowledge(step.chunk.round + 1)
             phases["land"] += time.perf_counter() - waited
             return nbytes
 
         for step in connection.steps:
-            if step.chunk.round > round_ready:
-                # the round before may have to be read before its bucket is filled again
+            if step.chunk.round > readable:
+                # the rounds before may have to be read before their buckets are filled again
                 if pending is not None:
                     moved += process(*pending)
                     pending = None
                 waiting = time.perf_counter()
-                for number in range(round_ready + 1, step.chunk.round):
-                    self.control.read(self.name, sync, number)  # nothing of these rounds is for this rank
-                self.control.await_round(self.name, sync, step.chunk.round, timeout_s)
+                readable = step.chunk.round
+                acknowledge(readable)
+                self.control.await_round(self.name, sync, readable, timeout_s)
                 phases["wait"] += time.perf_counter() - waiting
-                round_ready = step.chunk.round
             if step.chunk.opens:
                 self.landing.open(step.chunk.opens, step.memory)
             posted = time.perf_counter()
@@ -385,11 +391,9 @@ class Receiver:
         if pending is not None:
             moved += process(*pending)
         rounds = max((manifest.rounds for manifest in connection.sources.values()), default=1)
-        finished = {step.chunk.round for step in connection.steps if step.ends_round}
-        for number in range(rounds):
-            if (number not in finished and number > round_ready) or (number == 0 and 0 not in finished):
-                self.control.await_round(self.name, sync, number, timeout_s)
-                self.control.read(self.name, sync, number)
+        for number in range(unread, rounds):
+            self.control.await_round(self.name, sync, number, timeout_s)
+            acknowledge(number + 1)
         return wire.ReaderReport(
             reader=self.name,
             incarnation=connection.manifest.incarnation,
