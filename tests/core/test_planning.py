@@ -14,9 +14,10 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from rdt_core.columns import COLUMNS
+from rdt_core.coverage import check_taken, untaken
 from rdt_core.errors import CoverageError
 from rdt_core.geometry import Box, Chain, row_major
-from rdt_core.planning import Plan, check_taken, make_plan, untaken
+from rdt_core.planning import Plan, make_plan
 from rdt_core.routing import Routing
 from rdt_core.tracing import Slice
 from rdt_core.wire import DTYPE_BYTES, ShardMeta, SourceManifest, TensorMeta

@@ -18,6 +18,7 @@ import torch
 
 from . import wire
 from .errors import RdtError, SourceError
+from .memory import settle
 from .replica import ModuleReplica, ModuleWorker
 from .shapes import checkpoint_tensors
 from .sources.base import Shard
@@ -219,17 +220,12 @@ def _copy_seconds(module: torch.nn.Module, repeats: int = 5) -> float:
     target = torch.zeros_like(source)
     seconds = []
     for _ in range(repeats + 1):
-        _settle(sample.device)
+        settle(sample.device)
         started = time.perf_counter()
         target.copy_(source)
-        _settle(sample.device)
+        settle(sample.device)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def run(

@@ -188,3 +188,9 @@ def is_expandable(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cuda" or tensor.untyped_storage().nbytes() == 0:
         return False
     return not cudadriver.exportable(tensor.untyped_storage().data_ptr(), tensor.device.index or 0)
+
+
+def settle(device: torch.device) -> None:
+    """Waits until all work queued on the device is done, so that others read what was written. Nothing to do on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from .columns import COLUMNS, Columns, merge, run_bytes, sort, to_rows
-from .coverage import TakenBox, check_taken, untaken
+from .coverage import TakenBox
 from .errors import CoverageError
 from .geometry import Box, Chain, View, chain_shape, format_chain, resolve, row_major, subtract
 from .layout import groups
@@ -29,7 +29,7 @@ from .wire import DTYPE_BYTES
 if TYPE_CHECKING:
     from .tracing import Slice, Trace
 
-__all__ = ["COLUMNS", "Columns", "Plan", "Staged", "check_taken", "make_plan", "untaken"]
+__all__ = ["COLUMNS", "Columns", "Plan", "Staged", "make_plan"]
 
 Array = np.ndarray
 

@@ -19,7 +19,7 @@ import torch
 from . import versions, wire
 from .errors import SourceError, TransportError
 from .linking import PACK_REGION, request_digest
-from .memory import Arena, fingerprint, is_expandable, share, storages
+from .memory import Arena, fingerprint, is_expandable, settle, share, storages
 from .sources.base import IterableWeightSource, Shard, WeightSource
 from .staging import Piece, split_pieces
 from .transport import LocalExchange, make_source_endpoint
@@ -452,12 +452,6 @@ def pack_copies(transfer: wire.Transfer) -> Copies:
         rows=rows,
         row_bytes=row_bytes,
     )
-
-
-def settle(device: torch.device) -> None:
-    """Waits until all work queued on the device is done, so that others read what was written."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from .errors import CoverageError, RdtError, SyncError, TransportError
 from .geometry import replay
 from .landing import Destination, Landing
 from .linking import Chunk, Program, make_program, request_digest
-from .memory import Arena
+from .memory import Arena, settle
 from .planning import Plan, Staged, make_plan
 from .routing import Routing
 from .transport import LocalExchange, available, make_reader_endpoint, pack_threshold
@@ -329,7 +329,7 @@ class Receiver:
         else:
             phases["wait"] += time.perf_counter() - began
 
-        self._settle()  # no kernel that was queued before the pause may still read what is written now
+        settle(self.device)  # no kernel that was queued before the pause may still read what is written now
         self._landing_began = True
         self.torn = f"version {version} is being received"
         self.landing.begin()
@@ -362,7 +362,7 @@ class Receiver:
                 self.landing.close(module)
             if step.memory or step.scatter is not None or step.replays or step.ends_round:
                 # receive memory is posted to again by a later chunk, which does not wait for kernels that still read it
-                self._settle()
+                settle(self.device)
             if step.ends_round:
                 acknowledge(step.chunk.round + 1)
             phases["land"] += time.perf_counter() - waited
@@ -427,7 +427,7 @@ class Receiver:
         started = time.perf_counter()
         try:
             self.landing.finish()
-            self._settle()
+            settle(self.device)
             report.phases["finish"] = time.perf_counter() - started
             self.control.done(report, sync)
         except Exception as error:
@@ -470,10 +470,6 @@ class Receiver:
             self.control.fail(sync, self.name, phase, str(error))
         except RdtError as failure:
             log.warning("%s could not tell the coordinator of its failure in %s: %s", self.name, phase, failure)
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def typed_view(

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from . import wire
 from .control import Control, ensure_ray, open_coordinator
+from .coverage import check_taken
 from .engines import ConnectInfo, EngineClient
 from .errors import CoverageError, MembershipError, RdtError, SourceError, SyncError
 from .geometry import Box
-from .planning import check_taken
 from .publisher import DEFAULT_BUCKET_BYTES, Publisher
 from .receiver import DEFAULT_KINDS
 from .report import log_line

@@ -29,6 +29,7 @@ VLLM_ENVIRONMENT = {
     "RDT_TESTBED_CPU_MOE": "1",
 }
 GRACE_S = 20.0
+_SHARED = Path("/dev/shm")
 
 
 def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str, str] | None = None) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str,
         AssertionError: it failed, took too long, printed no JSON, or left processes behind (which are ended).
     """
     before = {process.pid for process in processes.descendants()}
+    shared = set(_SHARED.glob("*cpushm*"))
     child = subprocess.Popen(
         [sys.executable, str(program), *arguments],
         env={**os.environ, **(environment or {})},
@@ -63,6 +65,9 @@ def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str,
         left = [process for process in processes.survivors(0 if late else GRACE_S) if process.pid not in before]
         lines = [processes.describe(process) for process in left]
         processes.end(left)
+        # vLLM's CPU workers leave the memory that they talked through
+        for path in set(_SHARED.glob("*cpushm*")) - shared:
+            path.unlink(missing_ok=True)
     what = f"{program.name} {' '.join(arguments)}"
     if late:
         raise AssertionError(f"{what} was not done after {timeout_s:.0f} s:\n{err[-6000:]}")
