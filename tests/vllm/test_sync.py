@@ -23,6 +23,12 @@ MATRIX = [
 ]
 DIAGONAL = [MATRIX[0], MATRIX[4], MATRIX[8]]
 TP2 = {"tensor_parallel_size": 2}
+KEEP = {"cache": "keep"}
+#: of each long run: model, engine arguments, groups one after the other
+LONG_RUNS = {
+    "tp1": ("llama-tied", {}, [MATRIX[0], KEEP, *MATRIX[1:]]),
+    "tp2": ("qwen3", TP2, [DIAGONAL[0], KEEP, *DIAGONAL[1:]]),
+}
 
 
 def sync(timeout_s: float = 580, environment: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
@@ -51,14 +57,20 @@ def assert_exact(found: dict[str, Any], groups: list[dict[str, Any]] | None = No
             assert entry["kinds"] == options.get("kinds", entry["kinds"])
 
 
-def test_every_mode_and_kind_into_one_rank():
-    found = sync(kind="llama-tied", groups=MATRIX)
-    assert_exact(found, MATRIX)
+@pytest.fixture(scope="module", params=["tp1", "tp2"])
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """One engine start for all that can be asked of one engine: every group of it, then what goes wrong."""
+    kind, engine, groups = LONG_RUNS[request.param]
+    found = sync(kind=kind, engine=engine, groups=groups, in_flight=True, failures=True, faults=True)
+    return {**found, "groups": groups, "ranks": 1 if not engine else 2}
 
 
-def test_each_mode_and_kind_into_two_ranks():
-    found = sync(kind="qwen3", groups=DIAGONAL, engine=TP2)
-    assert_exact(found, DIAGONAL)
+def test_every_group_is_exact(found):
+    assert_exact(found, found["groups"])
+    pairs = {(entry["mode"], *entry["kinds"]) for entry in found["syncs"]}
+    assert pairs >= {
+        (group["options"]["mode"], *group["options"]["kinds"]) for group in found["groups"] if "options" in group
+    }
 
 
 @pytest.mark.parametrize("engine", [{}, TP2], ids=["tp1", "tp2"])
@@ -98,27 +110,25 @@ def test_workers_of_a_ray_executor():
     assert_recovered(found)
 
 
-def test_prefix_caches_follow_the_policy():
-    groups = [{"cache": "reset"}, {"cache": "keep"}]
-    found = sync(kind="qwen3", groups=groups)
-    assert_exact(found, groups)
+def test_prefix_caches_follow_the_policy(found):
     kept = [entry for entry in found["syncs"] if entry["cache"] == "keep"]
     # the long prompt's first block was cached under other weights, and is used: that is what keeping means
     assert kept
     assert all(entry["long_prompt_error"] > 0.01 for entry in kept)
 
 
-@pytest.mark.parametrize("engine", [{}, TP2], ids=["tp1", "tp2"])
-def test_failures_and_faults(engine):
-    found = sync(kind="llama-tied", engine=engine, in_flight=True, failures=True, faults=True)
-    assert_exact(found)
-    assert_recovered(found)
-
+def test_a_request_in_flight_gets_every_token(found):
     flight = found["in_flight"]
     assert flight["tokens"] == 100, flight
     assert flight["finish"] == "length"
     assert len(flight["versions"]) == 2
 
+
+def test_calls_out_of_order_are_refused_and_forgotten(found):
+    assert_recovered(found)
+
+
+def test_a_dead_trainer_and_a_dead_worker(found):
     # a trainer's process ended in the middle of a sync: everybody hears of it in time, no version is stamped
     assert "SyncError" in found["errors"]["trainer_died"]
     assert "source rank 1" in found["errors"]["trainer_died"]
@@ -130,7 +140,7 @@ def test_failures_and_faults(engine):
     # the last entry of `syncs` is the sync of another group that healed it, checked by `assert_exact`
     assert found["syncs"][-1]["version"] == before + 2
 
-    assert found["victim"].startswith("VLLM::Worker_TP1" if engine else "VLLM::Worker")
+    assert found["victim"].startswith("VLLM::Worker_TP1" if found["ranks"] == 2 else "VLLM::Worker")
     for error in found["errors"]["worker_died"]:
         assert "SyncError" in error or "EngineError" in error, error
     assert found["worker_died_after_s"] < 90
