@@ -1,4 +1,5 @@
-"""The few calls of the CUDA driver that rdt needs and torch does not offer: plain allocations, and CUDA IPC by handle.
+"""The few calls of the CUDA driver that rdt needs and torch does not offer: plain allocations, CUDA IPC by handle,
+and peer access.
 
 Torch's own allocator may hand out expandable segments, which NIXL reads at a five-hundredth of the speed and which no
 other process can map; memory from here is always plain `cuMemAlloc`. The library is loaded on first use, so that a
@@ -19,6 +20,8 @@ from .errors import TransportError
 HANDLE_BYTES = 64
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+_ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
 
 class _IpcHandle(ctypes.Structure):
@@ -33,10 +36,10 @@ def _driver() -> ctypes.CDLL:
         raise TransportError(f"the CUDA driver library libcuda.so.1 does not load: {error}") from error
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call(name: str, *arguments: Any, accept: tuple[int, ...] = ()) -> None:
     driver = _driver()
     code = getattr(driver, name)(*arguments)
-    if code:
+    if code and code not in accept:
         text = ctypes.c_char_p()
         driver.cuGetErrorName(code, ctypes.byref(text))
         label = text.value.decode() if text.value else str(code)
@@ -142,7 +145,8 @@ def open_exported(handle: bytes, offset: int, nbytes: int, device: int) -> Memor
         handle: from `export` in another process; the exporting process itself is refused by the driver.
         offset: first byte, inside the allocation.
         nbytes: bytes from there.
-        device: index, in this process, of the device that holds the memory.
+        device: index, in this process, of the device whose kernels and copies use the memory: it need not be the one that
+            holds it, and this process need not see that one. Torch takes the memory for one of `device`'s own.
     """
     if len(handle) != HANDLE_BYTES:
         raise TransportError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, found {len(handle)}")
@@ -158,5 +162,37 @@ def open_exported(handle: bytes, offset: int, nbytes: int, device: int) -> Memor
                 f"the mapped allocation has {size.value} bytes; the region needs bytes {offset} to {offset + nbytes}"
             )
         return memory
+    finally:
+        guard.__exit__(None, None, None)
+
+
+def enable_peer_access(device: int, peer: int) -> None:
+    """Lets kernels of `device` read and write all memory that this process holds or mapped on `peer`. Idempotent.
+
+    Raises:
+        TransportError: the two devices have no peer access.
+    """
+    guard = _enter(peer)
+    context = ctypes.c_void_p()
+    try:
+        _call("cuCtxGetCurrent", ctypes.byref(context))
+    finally:
+        guard.__exit__(None, None, None)
+    guard = _enter(device)
+    try:
+        _call("cuCtxEnablePeerAccess", context, ctypes.c_uint(0), accept=(_ALREADY_ENABLED,))
+    finally:
+        guard.__exit__(None, None, None)
+
+
+def reachable(address: int, device: int) -> bool:
+    """Whether kernels of `device` can use `address` as it is: asked of the driver, nothing is read."""
+    guard = _enter(device)
+    try:
+        pointer = ctypes.c_uint64()
+        _call("cuPointerGetAttribute", ctypes.byref(pointer), _DEVICE_POINTER, ctypes.c_uint64(address))
+        return pointer.value == address
+    except TransportError:  # the driver's way to say that there is no such pointer
+        return False
     finally:
         guard.__exit__(None, None, None)

@@ -1,18 +1,27 @@
 """Batched byte copies inside what one process can address: local memory, and memory of others mapped into it.
 
 A program is made once from `Copies` (views, widths and batches are chosen then) and run as often as wanted. On a CPU
-`run` returns when the bytes have moved; on CUDA it enqueues on the current stream. Refuses copies out of bounds.
+`run` returns when the bytes have moved; on CUDA it enqueues on the current stream. The caller may name the engine that
+copies between CUDA memory; one that cannot work here is an error. Refuses copies out of bounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 
-from . import ranges
+from ..errors import TransportError
+from . import gathering, ranges
 from .base import Copies
+
+#: How bytes move between CUDA memory: `foreach` is torch's batched copy (on one device; across devices it is one copy
+#: after the other), `gather` the kernel of `gathering`.
+Engine: TypeAlias = Literal["foreach", "gather"]
+#: on one device; memory of another one, opened in the reader's context, is gathered (see `mapped`)
+DEFAULT_ENGINE: Engine = "foreach"
 
 _WIDTHS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 #: bytes below which numpy's lower cost a call (0.3 us against 1 us) beats torch's threads on a CPU
@@ -29,9 +38,10 @@ class CopyProgram:
         sources: 1-D uint8 tensors by region id.
         destinations: 1-D uint8 tensors, indexed by `copies.destination`.
         where: names the copies in errors.
+        engine: between CUDA memory; default: `DEFAULT_ENGINE`. Without effect where a side lies on a CPU.
 
     Raises:
-        TransportError: a copy leaves its source or destination.
+        TransportError: a copy leaves its source or destination, or the engine cannot work here.
     """
 
     def __init__(
@@ -40,7 +50,11 @@ class CopyProgram:
         sources: Mapping[int, torch.Tensor],
         destinations: Sequence[torch.Tensor],
         where: str = "local copies",
+        *,
+        engine: Engine | None = None,
     ) -> None:
+        if engine is not None and engine not in get_args(Engine):
+            raise TransportError(f"{where}: no copy engine is named {engine!r}; known: {', '.join(get_args(Engine))}")
         ranges.check(
             copies,
             {region: tensor.numel() for region, tensor in sources.items()},
@@ -51,8 +65,10 @@ class CopyProgram:
         self._numpy: list[tuple[np.ndarray, np.ndarray]] = []
         self._torch: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._batches: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._gathered: list[gathering.GatherProgram] = []
         if not len(copies):
             return
+        gathered: dict[torch.device, list[tuple[int, ...]]] = {}
         batches: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         arrays: dict[int, np.ndarray] = {}
         for region, offset, pitch, index, to, to_pitch, count, nbytes in _compact(copies):
@@ -65,6 +81,10 @@ class CopyProgram:
                         _array(arrays, source, offset, pitch, count, nbytes),
                     )
                 )
+                continue
+            if _engine(source, destination, engine) == "gather":
+                row = (region, offset, pitch, index, to, to_pitch, count, nbytes)
+                gathered.setdefault(destination.device, []).append(row)
                 continue
             width, dtype = _width(source, offset, destination, to, pitch, to_pitch, count, nbytes)
             pieces = [(offset, to, count)]
@@ -81,6 +101,7 @@ class CopyProgram:
                 else:
                     self._torch.append((left, right))
         self._batches = list(batches.values())
+        self._gathered = [_gather(device, rows, sources, destinations, where) for device, rows in gathered.items()]
 
     def run(self) -> None:
         """Copies. On CUDA the work is queued on the current stream of the destinations' device."""
@@ -90,6 +111,39 @@ class CopyProgram:
             left.copy_(right, non_blocking=True)
         for lefts, rights in self._batches:
             torch._foreach_copy_(lefts, rights)
+        for program in self._gathered:
+            program.run()
+
+
+def _engine(source: torch.Tensor, destination: torch.Tensor, wanted: Engine | None) -> Engine:
+    if not source.device.type == destination.device.type == "cuda":
+        return "foreach"
+    return wanted or DEFAULT_ENGINE
+
+
+def _gather(
+    device: torch.device,
+    rows: list[tuple[int, ...]],
+    sources: Mapping[int, torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    where: str,
+) -> gathering.GatherProgram:
+    """Makes the kernel's program for rows as from `_compact`, all into memory of `device`."""
+    region, offset, pitch, index, to, to_pitch, count, nbytes = np.array(rows, dtype=np.int64).T
+    used, written = sorted(set(region.tolist())), sorted(set(index.tolist()))
+    read_from = np.array([sources[one].data_ptr() for one in used], dtype=np.int64)
+    written_to = np.array([destinations[one].data_ptr() for one in written], dtype=np.int64)
+    spans = gathering.Spans(
+        source=read_from[np.searchsorted(used, region)] + offset,
+        destination=written_to[np.searchsorted(written, index)] + to,
+        source_pitch=pitch,
+        destination_pitch=to_pitch,
+        rows=count,
+        row_bytes=nbytes,
+    )
+    return gathering.GatherProgram(
+        spans, device, [sources[one] for one in used], [destinations[one] for one in written], where
+    )
 
 
 def _compact(copies: Copies) -> list[tuple[int, ...]]:

@@ -1,13 +1,15 @@
 """Link kind `mapped`: the owner's memory is mapped once into the reader, which then copies straight out of it.
 
 On a CPU the owner's region lies in shared memory and the reader maps the owner's descriptor through `/proc`; nothing
-has a name and nothing is left behind. On CUDA it is CUDA IPC. Works on one node only, between processes that see each
+has a name and nothing is left behind. On CUDA it is CUDA IPC, opened for the reader's own GPU, also where another one
+holds the memory: one kernel then gathers the pieces, however small. Works on one node only, between processes that see each
 other in one process namespace. Refuses memory that is not shared, expandable segments, and CUDA memory of the same
 process.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import warnings
@@ -18,11 +20,14 @@ import torch
 
 from .. import cudadriver, memory, wire
 from ..errors import TransportError
+from . import gathering
 from .base import Copies, PreparedTransfer, Region
-from .copying import CopyProgram
+from .copying import CopyProgram, Engine
 from .direct import MemoryTransfer, stream_for
 from .memory_local import region_meta
-from .nodes import local_device, node, same_node, start_time
+from .nodes import device_uuid, local_device, node, same_node, start_time
+
+log = logging.getLogger(__name__)
 
 
 class _Mapping(wire.Struct, frozen=True, kw_only=True):
@@ -101,19 +106,27 @@ class MappedSource:
 
 
 class MappedReader:
-    """The reader's half of `mapped`; see `ReaderEndpoint`."""
+    """The reader's half of `mapped`; see `ReaderEndpoint`.
+
+    Args:
+        engine: that copies between CUDA memory; default: `gather` out of another GPU's memory, else as `CopyProgram`.
+    """
 
     kind = "mapped"
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine | None = None) -> None:
         self._node = node()
+        self._engine = engine
         self._regions: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._owner: tuple[int, int] | None = None
+        self._device: int | None = None
         self._transfers: list[MemoryTransfer] = []
         self._where = "link to an unknown source"
 
     def register(self, tensor: torch.Tensor) -> None:
-        """Any local memory is a possible destination."""
+        """See `ReaderEndpoint.register`. Any local memory is a possible destination; that of a GPU says which one reads."""
+        if tensor.device.type == "cuda":
+            self._device = tensor.get_device()
 
     def connect(self, source: wire.SourceManifest, offer: wire.LinkOffer, refs: list[Any]) -> None:
         """See `ReaderEndpoint.connect`."""
@@ -148,16 +161,16 @@ class MappedReader:
                     f"{where} belongs to this very process, and CUDA cannot map memory into its own process; "
                     "use kind 'local' when trainer and engine share a process"
                 )
-            opened = cudadriver.open_exported(
-                mapping.handle, mapping.offset, mapping.nbytes, local_device(mapping.device_uuid)
-            )
-            return opened.tensor()
+            device = local_device(mapping.device_uuid) if self._device is None else self._device
+            if device_uuid(torch.device("cuda", device)) != mapping.device_uuid and self._engine is None:
+                self._engine = _across(where)
+            return cudadriver.open_exported(mapping.handle, mapping.offset, mapping.nbytes, device).tensor()
         return _map_file(mapping, where)
 
     def prepare(self, index: int, copies: Copies, destinations: list[torch.Tensor]) -> PreparedTransfer:
         """See `ReaderEndpoint.prepare`."""
         regions = {region: tensor for region, (_, tensor) in self._regions.items()}
-        program = CopyProgram(copies, regions, destinations, self._where)
+        program = CopyProgram(copies, regions, destinations, self._where, engine=self._engine)
         owner = self._owner
 
         def gone() -> str | None:
@@ -232,8 +245,33 @@ def can_map(mine: wire.NodeMeta, theirs: wire.NodeMeta, region: wire.RegionMeta)
         if mine.pid == theirs.pid:
             return "the memory belongs to the same process, and CUDA cannot map it there"
         if mine.device_uuid != theirs.device_uuid:
-            return (
-                f"it lies on GPU {theirs.device_uuid}, the reader's is {mine.device_uuid or 'none'}: copies out of "
-                "another GPU's memory are not batched"
-            )
+            reason = _cannot_reach(mine.device_uuid, theirs.device_uuid, region)
+            if reason is not None:
+                return f"it lies on GPU {theirs.device_uuid}, the reader's is {mine.device_uuid or 'none'}: {reason}"
+    return None
+
+
+def _across(where: str) -> Engine:
+    """The engine for another GPU's memory: the kernel; without Triton torch's batches, at a third of its rate or more."""
+    reason = gathering.unavailable()
+    if reason is None:
+        return "gather"
+    log.warning("%s: small pieces out of another GPU's memory move slower than they could: %s", where, reason)
+    return "foreach"
+
+
+def _cannot_reach(mine: str, theirs: str, region: wire.RegionMeta) -> str | None:
+    """Why the GPU `mine` cannot read memory of the GPU `theirs`; None if it can."""
+    seen = {device_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    if mine not in seen:
+        return "the reader has no GPU that could map it"
+    if theirs in seen:
+        reachable = torch.cuda.can_device_access_peer(seen[mine], seen[theirs])
+        return None if reachable else "the two have no peer access"
+    # the owner's GPU is hidden from this process (CUDA_VISIBLE_DEVICES), so that only opening its memory can tell
+    try:
+        mapping = msgspec.msgpack.decode(region.mapped, type=_Mapping)
+        cudadriver.open_exported(mapping.handle, mapping.offset, mapping.nbytes, seen[mine])
+    except (TransportError, msgspec.DecodeError) as error:
+        return f"this process does not see the owner's, and mapping it failed: {error}"
     return None
