@@ -25,29 +25,31 @@ ALLOWED = {
         "numpy",
         "packaging",
         "psutil",
+        "pynvml",
         "ray",
         "rich",
         "torch",
+        "triton",
         "transformers",
         "typer",
     },
     "rdt_megatron": {"megatron", "numpy", "rdt_core", "torch"},
-    "rdt_sglang": {"msgspec", "numpy", "packaging", "ray", "rdt_core", "sglang", "torch"},
+    "rdt_sglang": {"msgspec", "numpy", "packaging", "ray", "rdt_core", "sglang", "torch", "zmq"},
     "rdt_vllm": {"msgspec", "numpy", "packaging", "ray", "rdt_core", "torch", "vllm"},
 }
-PURE = ("geometry", "layout", "linking", "planning", "routing", "tracing")
+PURE = ("geometry", "gpus", "layout", "linking", "placement", "planning", "routing", "tracing")
 # reached for its plain data types (`transport.base`); its modules are checked where they run
 IMPURE = {"transport"}
 # Data flows down this list: none of a line's rooms may reach a room of a later line, through any number of imports.
 ORDER = (
     ("errors",),
     ("wire",),
-    ("versions", "geometry", "layout"),
+    ("versions", "geometry", "layout", "gpus", "placement"),
     ("tracing", "routing", "sources", "memory"),
     ("landing", "planning", "transport"),
     ("linking",),
     ("coordinator",),
-    ("control", "engines", "report"),
+    ("control", "engines", "report", "cluster"),
     ("publisher", "receiver"),
     ("sync",),
     ("demo",),

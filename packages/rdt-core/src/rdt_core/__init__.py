@@ -9,9 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .actoroptions import engine_options as engine_options
+    from .actoroptions import make_actor as make_actor
+    from .actoroptions import server_options as server_options
+    from .actoroptions import trainer_options as trainer_options
+    from .cluster import place as place
+    from .cluster import release as release
     from .engines import ConnectInfo as ConnectInfo
     from .engines import EngineClient as EngineClient
     from .errors import RdtError as RdtError
+    from .placement import EngineShape as EngineShape
+    from .placement import Placement as Placement
     from .replica import ModuleReplica as ModuleReplica
     from .replica import ModuleWorker as ModuleWorker
     from .sources import IterableSource as IterableSource
@@ -25,31 +33,47 @@ if TYPE_CHECKING:
 _HOMES = {
     "ConnectInfo": "engines",
     "EngineClient": "engines",
+    "EngineShape": "placement",
     "IterableSource": "sources",
     "ModuleReplica": "replica",
     "ModuleSource": "sources",
     "ModuleWorker": "replica",
+    "Placement": "placement",
     "RdtError": "errors",
     "Shard": "sources",
     "SyncReport": "wire",
     "TensorMeta": "wire",
     "WeightSource": "sources",
     "WeightSync": "sync",
+    "engine_options": "actoroptions",
+    "make_actor": "actoroptions",
+    "place": "cluster",
+    "release": "cluster",
+    "server_options": "actoroptions",
+    "trainer_options": "actoroptions",
 }
 
 __all__ = [
     "ConnectInfo",
     "EngineClient",
+    "EngineShape",
     "IterableSource",
     "ModuleReplica",
     "ModuleSource",
     "ModuleWorker",
+    "Placement",
     "RdtError",
     "Shard",
     "SyncReport",
     "TensorMeta",
     "WeightSource",
     "WeightSync",
+    "engine_options",
+    "make_actor",
+    "place",
+    "release",
+    "server_options",
+    "trainer_options",
 ]
 
 

@@ -41,6 +41,10 @@ class MembershipError(RdtError):
     """A join that contradicts the group: a rank taken twice, another world size, an unknown group."""
 
 
+class PlacementError(RdtError):
+    """Ranks cannot be given GPUs as asked: too few, in the wrong places, taken, shared, or hidden from their process."""
+
+
 class DeadlineError(RdtError):
     """A wait reached its deadline; says what was waited for and who had not answered."""
 
