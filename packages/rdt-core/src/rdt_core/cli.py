@@ -41,7 +41,8 @@ _DEMO_EPILOG = (
 _BENCH_EPILOG = (
     "[bold]Examples[/bold]\n\n"
     "rdt bench\n\n"
-    "rdt bench --model qwen3-8b --trainer fsdp:ranks=1 --device cuda --modes live --links mapped,prepared"
+    "rdt bench --model qwen3-8b --trainer fsdp:ranks=1 --device cuda --modes live --kinds mapped,prepared --peers all\n\n"
+    "rdt bench --model qwen3-8b --trainer fsdp:ranks=2 --engine vllm:tp=2 --device cuda --gpus together --nccl-alive"
 )
 
 
@@ -102,33 +103,89 @@ def demo(
 @app.command(epilog=_BENCH_EPILOG)
 def bench(
     model: Annotated[str, typer.Option(metavar="NAME", help="Whose shapes.")] = "smollm2-135m",
+    layers: Annotated[int, typer.Option(help="Keep only so many decoder layers; 0 keeps all.", min=0)] = 0,
     trainer: Annotated[str, typer.Option(metavar="fsdp:ranks=N", help="Source ranks.")] = "fsdp:ranks=2",
+    engine: Annotated[
+        str, typer.Option(metavar="NAME:tp=N", help="Whose parameter layout the readers have: vllm, sglang.")
+    ] = "vllm:tp=1",
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where all weights lie.")] = "cpu",
+    gpus: Annotated[
+        str,
+        typer.Option(
+            metavar="WHERE",
+            help="separate: trainers on the first half of the GPUs, engine ranks on the others; together: each GPU "
+            "holds one of both; shared: all on one GPU; auto: separate where there are two.",
+        ),
+    ] = "auto",
     modes: Annotated[
-        str, typer.Option(metavar="LIST", help="Publish modes, comma-separated.")
+        str, typer.Option(metavar="LIST", help="Publish modes, comma-separated: live, snapshot, bucket, auto.")
     ] = "live,snapshot,bucket",
-    links: Annotated[str, typer.Option(metavar="LIST", help="Link kinds, comma-separated.")] = "mapped,prepared,ray",
+    kinds: Annotated[
+        str, typer.Option("--kinds", "--links", metavar="LIST", help="Link kinds: mapped, prepared, ray, auto.")
+    ] = "mapped,prepared,ray",
+    pack: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST", help="What is packed at its owner: default, direct, packed, or rows below a size."
+        ),
+    ] = "default",
+    peers: Annotated[
+        str, typer.Option(metavar="none|all|LIST", help="Other designs beside: broadcast, gather, disk, objects.")
+    ] = "none",
     rounds: Annotated[int, typer.Option(help="Syncs after the first, for each combination.", min=1)] = 5,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    peer_rounds: Annotated[int, typer.Option(help="The same for each peer.", min=1)] = 3,
+    expandable: Annotated[bool, typer.Option("--expandable", help="Trainers allocate in expandable segments.")] = False,
+    nccl_alive: Annotated[
+        bool, typer.Option("--nccl-alive", help="The trainers' own collectives run while they publish.")
+    ] = False,
+    bucket_mb: Annotated[int, typer.Option(help="Size of a bucket, in MiB.", min=1)] = 512,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Deadline of every wait, in seconds.", min=1)] = 120.0,
+    limit_s: Annotated[
+        float, typer.Option("--limit", help="Nothing new is started after so many seconds; 0: no limit.", min=0)
+    ] = 0.0,
+    json: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="The report as JSON, written after every piece; -: print it.")
+    ] = "",
 ) -> None:
-    """Measure syncs next to one copy of the same bytes, in the same run.
+    """Measure syncs next to one copy of the same bytes and next to other designs, in the same run.
 
-    Synthetic source ranks and one reader with a named model's real shapes, through the real planner and links.
+    Synthetic source ranks and engine ranks with a named model's real shapes, through the real planner and links. Bytes
+    are compared after every piece; exit status 1 says that some were wrong, or that nothing ran.
     """
-    from .bench_show import bench_command
+    from .bench import options as read
+    from .bench.show import bench_command
 
     target = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), _terminable():
         try:
-            bench_command(
-                target, model=model, trainer=trainer, device=device, modes=modes, links=links, rounds=rounds, json=json
-            )
+            wanted_engine = read.engine(engine)
+            options = read.BenchOptions(
+                model=model,
+                layers=layers,
+                ranks=read.trainer(trainer).get("ranks"),
+                engine=wanted_engine.name,
+                tp=wanted_engine.get("tp"),
+                device=device,
+                gpus=gpus,
+                modes=read.names(modes, MODES, "--modes"),
+                kinds=read.names(kinds, read.KINDS, "--kinds"),
+                packs=tuple(dict.fromkeys(part.strip() for part in pack.split(","))),
+                rounds=rounds,
+                peer_rounds=peer_rounds,
+                expandable=expandable,
+                collectives=nccl_alive,
+                bucket_bytes=bucket_mb << 20,
+                timeout_s=timeout_s,
+                limit_s=limit_s,
+            ).with_peers(peers)
+            status = bench_command(target, options, json)
         except OptionError as error:
             typer.echo(f"rdt bench: {error}", err=True)
             raise typer.Exit(2) from error
         except RdtError as error:
             typer.echo(f"rdt bench failed: {type(error).__name__}: {error}", err=True)
             raise typer.Exit(1) from error
+    raise typer.Exit(status)
 
 
 def _demo_json(options: DemoOptions, target: Any) -> None:

@@ -1,0 +1,186 @@
+"""What a bench can be told, and the checks that come before anything is started.
+
+Everything that can be known to be wrong is refused here with what would be right: an unknown model, a tensor-parallel
+size that does not divide the model, GPUs that are not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..demo.options import OptionError, Spec, parse_spec
+from ..errors import SourceError
+from ..publisher import DEFAULT_BUCKET_BYTES, MODES
+from ..receiver import DEFAULT_KINDS
+from ..shapes import Config, checkpoint_tensors, config_of
+from .tensorfile import nbytes
+
+KINDS = (*DEFAULT_KINDS, "auto")
+PEERS = ("broadcast", "gather", "disk", "objects")
+GPUS = ("auto", "separate", "shared", "together")
+ENGINES = ("vllm", "sglang")
+PACKS = ("default", "direct", "packed")
+#: what `--peers all` leaves out above: a copy on tmpfs of this many bytes, an object for each of this many tensors
+DISK_BYTES = 4 << 30
+OBJECT_TENSORS = 2_000
+_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """One run of the bench.
+
+    Attributes:
+        model: a name of `shapes.MODELS`.
+        layers: keep only so many decoder layers; 0 keeps all.
+        ranks: source ranks, sharded by rows as FSDP2 shards.
+        engine: whose parameter layout the readers have: "vllm" or "sglang".
+        tp: engine ranks of the one replica, tensor-parallel.
+        device: "cpu" or "cuda".
+        gpus: "separate" (trainers on the first half of the GPUs, engine ranks on the others), "together" (each GPU holds
+            one of both), "shared" (all on one GPU), "auto" (separate where there are two, else shared).
+        modes, kinds, packs: what is combined; a pack is "default" (the kind's own threshold), "direct" (nothing is
+            packed), "packed" (everything that can be) or a number of bytes.
+        peers: names out of `PEERS`.
+        rounds, peer_rounds: syncs after the first, for each combination and for each peer.
+        expandable: whether trainers allocate with expandable segments.
+        collectives: whether the trainers' own collectives run while syncs run.
+        bucket_bytes: of mode bucket and of the gathering peer.
+        timeout_s: deadline of every wait.
+        limit_s: nothing new is started after so many seconds; 0 for no limit.
+    """
+
+    model: str = "smollm2-135m"
+    layers: int = 0
+    ranks: int = 2
+    engine: str = "vllm"
+    tp: int = 1
+    device: str = "cpu"
+    gpus: str = "auto"
+    modes: tuple[str, ...] = MODES[1:]
+    kinds: tuple[str, ...] = DEFAULT_KINDS
+    packs: tuple[str, ...] = ("default",)
+    peers: tuple[str, ...] = ()
+    rounds: int = 5
+    peer_rounds: int = 3
+    expandable: bool = False
+    collectives: bool = False
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_s: float = 120.0
+    limit_s: float = 0.0
+
+    @property
+    def config(self) -> Config:
+        """Of the model, with the layers that are kept."""
+        return config_of(self.model, self.layers)
+
+    def check(self, gpus: int = 0) -> BenchOptions:
+        """Returns the options with "auto" placement decided.
+
+        Args:
+            gpus: that this process sees.
+
+        Raises:
+            OptionError: something that cannot work.
+        """
+        try:
+            config = self.config
+        except SourceError as error:
+            raise OptionError(f"--model, --layers: {error}") from error
+        for option, text, known in (
+            ("--device", self.device, ("cpu", "cuda")),
+            ("--gpus", self.gpus, GPUS),
+            ("--engine", self.engine, ENGINES),
+        ):
+            if text not in known:
+                raise OptionError(f"{option} {text!r} is unknown; known: {', '.join(known)}")
+        for option, least, value in (
+            ("--trainer fsdp:ranks", 1, self.ranks),
+            ("--engine tp", 1, self.tp),
+            ("--rounds", 1, self.rounds),
+            ("--peer-rounds", 1, self.peer_rounds),
+            ("--bucket-bytes", 1, self.bucket_bytes),
+        ):
+            if value < least:
+                raise OptionError(f"{option} {value} is too little; expected at least {least}")
+        for pack in self.packs:
+            pack_bytes(pack)
+        self._divides(config)
+        if self.device == "cpu":
+            if self.expandable:
+                raise OptionError("--expandable is about CUDA memory; it needs --device cuda")
+            return replace(self, gpus="shared")
+        if not gpus:
+            raise OptionError("--device cuda needs a GPU, and torch sees none here")
+        if self.gpus in ("separate", "together") and gpus < 2:
+            raise OptionError(f"--gpus {self.gpus} needs two GPUs, and torch sees {gpus} here; --gpus shared needs one")
+        return replace(self, gpus=("separate" if gpus > 1 else "shared") if self.gpus == "auto" else self.gpus)
+
+    def with_peers(self, text: str) -> BenchOptions:
+        """Reads `--peers`: "none", "all" (what makes sense for this device and model), or names.
+
+        Raises:
+            OptionError: an unknown name or model.
+        """
+        if text == "none":
+            return replace(self, peers=())
+        if text != "all":
+            return replace(self, peers=names(text, PEERS, "--peers"))
+        try:
+            tensors = checkpoint_tensors(self.model, layers=self.layers)
+        except SourceError as error:
+            raise OptionError(f"--model, --layers: {error}") from error
+        small = sum(map(nbytes, tensors)) <= DISK_BYTES
+        sensible = {"disk": self.device == "cpu" and small, "objects": len(tensors) <= OBJECT_TENSORS}
+        return replace(self, peers=tuple(peer for peer in PEERS if sensible.get(peer, True)))
+
+    def _divides(self, config: Config) -> None:
+        sizes = {"attention heads": config.heads, "rows of the MLP": config.intermediate}
+        if not config.kv_lora and config.kv_heads > self.tp:
+            sizes["key-value heads"] = config.kv_heads
+        if config.experts:
+            sizes["rows of an expert"] = config.expert_intermediate
+        for what, count in sizes.items():
+            if count % self.tp:
+                raise OptionError(f"--engine tp={self.tp} does not divide the {count} {what} of {self.model}")
+        if not config.kv_lora and config.kv_heads < self.tp and self.tp % config.kv_heads:
+            raise OptionError(
+                f"--engine tp={self.tp} is no multiple of the {config.kv_heads} key-value heads of {self.model}"
+            )
+
+
+def pack_bytes(text: str) -> int:
+    """Bytes of a row below which it is packed, as `WeightSync.join` takes them: 0 is the kind's own default.
+
+    Raises:
+        OptionError: neither a name of `PACKS` nor a number of bytes with or without K, M or G.
+    """
+    if text in PACKS:
+        return {"default": 0, "direct": 1, "packed": 1 << 62}[text]
+    number, unit = (text[:-1], _UNITS.get(text[-1:].lower())) if not text.isdigit() else (text, 1)
+    if not number.isdigit() or unit is None or int(number) < 1:
+        raise OptionError(f"--pack {text!r} is not understood; write {', '.join(PACKS)} or a size such as 64K or 4M")
+    return int(number) * unit
+
+
+def names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """Reads a comma-separated list.
+
+    Raises:
+        OptionError: an empty list or an unknown name.
+    """
+    parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    unknown = [part for part in parts if part not in known]
+    if unknown or not parts:
+        raise OptionError(f"{option} {text!r}: unknown {', '.join(unknown) or 'empty list'}; known: {', '.join(known)}")
+    return parts
+
+
+def trainer(text: str) -> Spec:
+    """Reads `--trainer fsdp:ranks=N`."""
+    return parse_spec("--trainer", text, ("fsdp",), {"ranks": 2})
+
+
+def engine(text: str) -> Spec:
+    """Reads `--engine vllm:tp=N`."""
+    return parse_spec("--engine", text, ENGINES, {"tp": 1})

@@ -1,0 +1,182 @@
+"""What a bench measured: one `Cell` for each way of syncing, one `PeerRow` for each other way to move the same weights.
+
+Plain data with the few numbers that follow from it; nothing is measured here. Bytes are bytes, GB is 1e9 bytes, seconds
+are wall-clock. A cell or row with an error holds no numbers; one that is not exact holds numbers that mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from .. import wire
+
+
+class Floors(wire.Struct, frozen=True):
+    """Lower bounds measured beside a cell, in seconds; 0 where not measured.
+
+    Attributes:
+        copy: one copy of a reader's bytes inside its device.
+        span: one mapped copy of the same bytes from each owner's memory, a single span a link, all links at once.
+        nixl: the same by one prepared NIXL transfer a link.
+    """
+
+    copy: float = 0.0
+    span: float = 0.0
+    nixl: float = 0.0
+
+
+class Cell(wire.Struct, frozen=True):
+    """One measured way of syncing.
+
+    Attributes:
+        mode, kind, pack: publish mode, link kind and packing, as asked for.
+        used_mode: that the trainer chose.
+        used_kinds: of the links that were made.
+        collectives: whether the trainer's own collectives ran at the same time.
+        expandable: whether the trainer's memory lay in expandable segments.
+        bytes: landed by all engine ranks in a sync.
+        first_s: the first sync, set-up of the links included.
+        seconds: the later ones, each the longest that a source rank took.
+        floors: measured beside it, of the slowest reader.
+        floor: which of them `ratio` is over.
+        phases: of the trainer, medians over the later syncs.
+        reader_phases: of the slowest reader of each sync, medians likewise.
+        sent, received: bytes a sync by source rank and by engine rank.
+        exact: whether every reader held the trainer's bytes after the last sync.
+        notes: floors that could not be measured, and why.
+        error: why it could not run; empty otherwise.
+    """
+
+    mode: str
+    kind: str
+    pack: str = "default"
+    used_mode: str = ""
+    used_kinds: tuple[str, ...] = ()
+    collectives: bool = False
+    expandable: bool = False
+    bytes: int = 0
+    first_s: float = 0.0
+    seconds: tuple[float, ...] = ()
+    floors: Floors = Floors()
+    floor: str = "copy"
+    phases: dict[str, float] = msgspec.field(default_factory=dict)
+    reader_phases: dict[str, float] = msgspec.field(default_factory=dict)
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    exact: bool = False
+    notes: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def floor_s(self) -> float:
+        """The floor that this cell is held against, in seconds."""
+        return float(getattr(self.floors, self.floor))
+
+
+class PeerRow(wire.Struct, frozen=True):
+    """Another way to move the same weights into the same readers.
+
+    Attributes:
+        name: of the peer.
+        bytes: of the checkpoint, which every engine rank takes its part of.
+        first_s, seconds, exact, error: as in `Cell`.
+    """
+
+    name: str
+    bytes: int = 0
+    first_s: float = 0.0
+    seconds: tuple[float, ...] = ()
+    exact: bool = False
+    error: str = ""
+
+
+class BenchReport(wire.Struct, frozen=True):
+    """What `rdt bench` measured.
+
+    Attributes:
+        model, layers, tensors, bytes: whose shapes, how many layers of it (0: all), its checkpoint's tensors and bytes.
+        trainer, engine: as asked for.
+        device, device_name, gpus: where the weights lay.
+        placement: GPU of each source rank, then of each engine rank; empty on a CPU.
+        rounds: syncs after the first.
+        cells, peers: what was measured so far.
+    """
+
+    model: str
+    layers: int
+    tensors: int
+    bytes: int
+    trainer: str
+    engine: str
+    device: str
+    device_name: str
+    gpus: str
+    placement: tuple[tuple[int, ...], tuple[int, ...]]
+    rounds: int
+    cells: tuple[Cell, ...] = ()
+    peers: tuple[PeerRow, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Cell | PeerRow, ...]:
+        """Cells and peers."""
+        return (*self.cells, *self.peers)
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything that ran held the right bytes."""
+        return all(row.exact or row.error for row in self.rows)
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing ran at all."""
+        return all(row.error for row in self.rows)
+
+
+def p50(seconds: Sequence[float]) -> float:
+    """Median; NaN of nothing."""
+    return statistics.median(seconds) if seconds else math.nan
+
+
+def p95(seconds: Sequence[float]) -> float:
+    """The 95th percentile, interpolated between the two values next to it; NaN of nothing."""
+    if not seconds:
+        return math.nan
+    ordered = sorted(seconds)
+    place = 0.95 * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def ratio(row: Cell) -> float:
+    """Median sync time over the cell's floor; NaN where either was not measured."""
+    return p50(row.seconds) / row.floor_s if row.floor_s else math.nan
+
+
+def medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Median of each key; 0 stands where a row has none."""
+    listed = list(rows)
+    return {
+        key: statistics.median(row.get(key, 0.0) for row in listed)
+        for key in dict.fromkeys(k for r in listed for k in r)
+    }
+
+
+def to_dict(report: BenchReport) -> dict[str, Any]:
+    """Returns the report as plain JSON types, with p50, p95, GB/s and ratio beside the numbers that they come from."""
+    plain: dict[str, Any] = msgspec.to_builtins(report)
+    for row, one in zip(report.rows, (*plain["cells"], *plain["peers"]), strict=True):
+        one |= {"p50": _finite(p50(row.seconds)), "p95": _finite(p95(row.seconds))}
+        one["gbps"] = None if one["p50"] is None else row.bytes / 1e9 / one["p50"]
+        if isinstance(row, Cell):
+            one["ratio"] = _finite(ratio(row))
+    return plain
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,126 @@
+"""The bench as a whole on a CPU: every option with tiny shapes, exactness that is noticed, errors that hide nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rdt_core.bench import BenchOptions, run
+from rdt_core.bench.layouts import EngineModule
+from rdt_core.bench.placement import environment
+
+pytestmark = pytest.mark.integration
+
+ALL_PEERS = ("broadcast", "gather", "disk", "objects")
+
+
+def one_bit(module: EngineModule) -> None:
+    """Spoils one bit of the last tensor's last element on this rank."""
+    name = list(module.slices)[-1]
+    module.part(name).view(torch.int16)[..., -1:] ^= 1
+
+
+def test_modes_kinds_and_peers_are_exact_with_several_ranks_on_both_sides(ray_cluster) -> None:
+    seen: list[tuple[int, str]] = []
+    report = run(
+        BenchOptions(
+            model="tiny-moe", ranks=2, tp=2, kinds=("mapped", "prepared"), modes=("live", "snapshot", "bucket"),
+            peers=ALL_PEERS, rounds=2, peer_rounds=1, bucket_bytes=64 << 10,
+        ),
+        observe=lambda report, doing: seen.append((len(report.rows), doing)),
+    )  # fmt: skip
+    assert [row.error for row in report.rows] == [""] * 10
+    assert all(row.exact for row in report.rows)
+    assert not report.failed
+    for cell in report.cells:
+        assert (cell.used_mode, cell.used_kinds, len(cell.seconds)) == (cell.mode, (cell.kind,), 2)
+        assert sum(cell.received) == sum(cell.sent) == cell.bytes > report.bytes  # norms and routers twice
+        assert len(cell.sent) == len(cell.received) == 2
+        assert cell.floors.copy > 0
+        assert cell.floors.span > 0
+        assert (cell.floors.nixl > 0) == (cell.kind == "prepared")
+        assert {"begin", "pull"} <= cell.phases.keys()
+        assert "transfer" in cell.reader_phases
+    assert [row.name for row in report.peers] == list(ALL_PEERS)
+    assert all(row.bytes == report.bytes and len(row.seconds) == 1 for row in report.peers)
+    assert [count for count, _ in seen] == list(range(11))
+    assert seen[-1][1] == ""
+    assert not list(Path("/dev/shm").glob("rdt-bench-*"))
+
+
+def test_one_wrong_bit_is_noticed_in_every_cell_and_peer(ray_cluster) -> None:
+    report = run(
+        BenchOptions(
+            model="tiny-mla", engine="sglang", ranks=1, kinds=("auto",), modes=("auto",), packs=("default", "packed"),
+            peers=ALL_PEERS, rounds=1, peer_rounds=1,
+        ),
+        spoil=one_bit,
+    )  # fmt: skip
+    assert [row.error for row in report.rows] == [""] * 6
+    assert not any(row.exact for row in report.rows)
+    assert not report.exact
+    assert {cell.used_mode for cell in report.cells} == {"live"}
+
+
+def test_collectives_of_the_trainers_go_on_and_an_error_hides_no_other_cell(ray_cluster) -> None:
+    report = run(
+        BenchOptions(
+            model="tiny-mla", layers=2, ranks=2, kinds=("smoke", "mapped", "prepared"), modes=("live",), rounds=2,
+            collectives=True,
+        )
+    )  # fmt: skip
+    wrong, *right = report.cells
+    assert "unknown link kind 'smoke'" in wrong.error
+    assert [(cell.error, cell.exact, cell.collectives) for cell in right] == [("", True, True)] * 2
+    assert report.exact
+    assert not report.failed
+
+
+def test_nothing_is_started_after_the_limit(ray_cluster) -> None:
+    report = run(BenchOptions(model="tiny", kinds=("mapped",), modes=("live",), peers=("broadcast",), limit_s=1e-9))
+    assert all("not started" in row.error for row in report.rows)
+    assert report.failed
+
+
+def test_a_process_has_the_mask_that_was_made_for_it(ray_cluster) -> None:
+    import ray
+
+    def mask() -> str | None:
+        import os
+
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    task = ray.remote(mask).options(num_cpus=0, runtime_env={"env_vars": environment(1, 2, given={})})
+    assert ray.get(task.remote()) == "1,0"
+
+
+def test_the_command_writes_its_report_and_says_yes(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    command = ["bench", "--model", "tiny", "--trainer", "fsdp:ranks=1", "--links", "mapped", "--modes", "live"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rdt_core.cli", *command, "--rounds", "1", "--json", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "tiny: 21 tensors" in done.stdout
+    assert json.loads(file.read_text())["cells"][0]["exact"] is True
+
+
+def test_the_command_refuses_before_it_starts_anything() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rdt_core.cli", "bench", "--engine", "vllm:tp=2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "tp=2 does not divide the 9 attention heads" in done.stderr
