@@ -43,9 +43,14 @@ class Group:
         return cls(coordinator, world_size, readers)
 
     def begin_one(
-        self, rank: int, version: int, replicas: list[str] | None = None, timeout_s: float = WAIT_S
+        self,
+        rank: int,
+        version: int,
+        replicas: list[str] | None = None,
+        timeout_s: float = WAIT_S,
+        readable: int = 0,
     ) -> Awaitable[tuple[int, list[bytes]]]:
-        return asyncio.create_task(self.coordinator.begin(rank, token(rank), version, replicas, timeout_s))
+        return asyncio.create_task(self.coordinator.begin(rank, token(rank), version, replicas, readable, timeout_s))
 
     async def begin(self, version: int, replicas: list[str] | None = None) -> int:
         found = await asyncio.gather(*(self.begin_one(rank, version, replicas) for rank in range(self.world_size)))
@@ -58,6 +63,10 @@ class Group:
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(one, RdtError) for one in found), found
         return found
+
+    async def publish(self, sync: int, round: int = 0) -> None:
+        for rank in range(self.world_size):
+            await self.coordinator.published(rank, sync, round, None, 0)
 
     async def account(self, sync: int, version: int) -> None:
         for reader in self.readers:
@@ -189,9 +198,6 @@ async def test_begin_returns_one_sync_to_all_when_the_last_rank_has_begun() -> N
     assert [one for one, _ in await asyncio.gather(*tasks)] == [sync, sync]
     assert [wire.decode(one, wire.ReadRequest).source for one in requests] == [1]
     assert await group.coordinator.current() == (None, sync)
-    assert await group.coordinator.running(1) == sync
-    with pytest.raises(SyncError, match="not syncing version 2: version 1 is running"):
-        await group.coordinator.running(2)
 
 
 @virtual
@@ -243,9 +249,9 @@ async def test_a_deadline_in_begin_is_the_same_for_everybody_and_the_barrier_sta
 async def test_beginning_needs_membership_and_the_own_token() -> None:
     group = await Group.make(2)
     with pytest.raises(MembershipError, match="not by the caller"):
-        await group.coordinator.begin(0, token(1), 1, None, WAIT_S)
+        await group.coordinator.begin(0, token(1), 1, None, 0, WAIT_S)
     with pytest.raises(MembershipError, match="source rank 7 is not a member"):
-        await group.coordinator.begin(7, token(7), 1, None, WAIT_S)
+        await group.coordinator.begin(7, token(7), 1, None, 0, WAIT_S)
 
 
 @virtual
@@ -262,7 +268,7 @@ async def test_beginning_twice_counts_once() -> None:
 async def test_beginning_while_a_sync_runs_fails_that_sync_and_starts_the_next() -> None:
     group = await Group.make(2, a=1)
     sync = await group.begin(1)
-    waiting = asyncio.create_task(group.coordinator.await_read(0, sync, 0, WAIT_S))
+    waiting = asyncio.create_task(group.coordinator.published(0, sync, 0, 0, WAIT_S))
     await settle()
     ahead = group.begin_one(1, 2)
     with pytest.raises(SyncError, match="version 1: source rank 1 failed in begin: it began version 2 while version 1"):
@@ -280,7 +286,7 @@ async def test_rank_0_says_which_replicas_take_part() -> None:
     with pytest.raises(SyncError, match="a/0 takes no part in sync 1 of version 1"):
         await group.coordinator.await_round("a/0", sync, 0, WAIT_S)
     with pytest.raises(SyncError, match="takes no part"):
-        await group.coordinator.read("a/0", sync, 0)
+        await group.coordinator.enter("a/0", "first", 1, WAIT_S)
     with pytest.raises(SyncError, match="takes no part"):
         await group.coordinator.done(wire.encode(report("a/0", 1)), sync)
     await group.coordinator.done(wire.encode(report("b/0", 1)), sync)
@@ -300,7 +306,7 @@ async def test_a_replica_that_is_not_connected_fails_begin_on_every_rank_without
         assert [(type(one), str(one)) for one in errors] == [(MembershipError, f"version 1: {expected}")] * 2
     assert await group.coordinator.current() == (None, None)
     sync = await group.begin(1)
-    assert list(group.coordinator._record.readers) == ["a/0"], "half-connected replicas take no part by default"
+    assert list(group.coordinator._syncs.latest.readers) == ["a/0"], "half-connected replicas take no part by default"
     assert sync == 1
 
 
@@ -327,8 +333,7 @@ async def test_a_group_without_replicas_publishes_to_nobody() -> None:
     sync = await group.begin(1, [])
     committed = await group.coordinator.commit(sync, 0, 1.0, {})
     # the other rank is slower, and everything it still does is in order
-    await group.coordinator.published(1, sync, 0)
-    await group.coordinator.await_read(1, sync, 0, 0)
+    await group.coordinator.published(1, sync, 0, 0, 0)
     assert await group.coordinator.outcome(sync, 1, 0) == committed
 
 
@@ -340,7 +345,7 @@ async def test_requests_are_handed_out_until_they_are_offered_and_offers_reach_t
     group = await Group.make(2, a=1)
     sync = await group.begin(1)
     reading = asyncio.create_task(group.coordinator.offers("a/0", "first", WAIT_S))
-    asked = group.coordinator._record.readers["a/0"].manifest.requests
+    asked = group.coordinator._syncs.latest.readers["a/0"].manifest.requests
     await group.coordinator.offer(1, sync, [wire.encode(offer(asked[1], refs=2))], [["ref 1", "ref 2"]])
     await settle()
     assert not reading.done()
@@ -377,7 +382,7 @@ async def test_a_new_incarnation_is_asked_for_again() -> None:
 async def test_offers_that_answer_nothing_are_refused_and_none_of_their_batch_is_taken() -> None:
     group = await Group.make(2, a=1)
     sync = await group.begin(1)
-    asked = group.coordinator._record.readers["a/0"].manifest.requests
+    asked = group.coordinator._syncs.latest.readers["a/0"].manifest.requests
     good = wire.encode(offer(asked[0]))
     for bad, beside, expected in (
         (offer(asked[0], reader="b/0"), [[], []], "for no reader"),
@@ -387,7 +392,7 @@ async def test_offers_that_answer_nothing_are_refused_and_none_of_their_batch_is
     ):
         with pytest.raises(WireError, match=expected):
             await group.coordinator.offer(0, sync, [good, wire.encode(bad)], beside)
-    assert not group.coordinator._record.readers["a/0"].offers
+    assert not group.coordinator._syncs.latest.readers["a/0"].offers
     await group.coordinator.connect(wire.encode(engine("b", 0, 1, sources=1)))
     await group.coordinator.fail(sync, "x", "y", "z")
     sync = await group.begin(1)
@@ -400,12 +405,12 @@ async def test_offers_that_answer_nothing_are_refused_and_none_of_their_batch_is
 async def test_a_deadline_for_offers_fails_the_sync_and_names_the_silent_source_ranks() -> None:
     group = await Group.make(2, a=1)
     sync = await group.begin(1)
-    asked = group.coordinator._record.readers["a/0"].manifest.requests
+    asked = group.coordinator._syncs.latest.readers["a/0"].manifest.requests
     await group.coordinator.offer(0, sync, [wire.encode(offer(asked[0]))], [[]])
     with pytest.raises(DeadlineError, match=r"a/0 failed in offers: waited 60 s .* no answer from source rank 1$"):
         await group.coordinator.offers("a/0", "first", WAIT_S)
     with pytest.raises(SyncError, match="a/0 failed in offers"):
-        await group.coordinator.published(0, sync, 0)
+        await group.coordinator.published(0, sync, 0, None, 0)
 
 
 # --- rounds
@@ -417,29 +422,99 @@ async def test_rounds_are_ordered_by_publishing_and_reading() -> None:
     coordinator = group.coordinator
     sync = await group.begin(1)
     first = asyncio.create_task(coordinator.await_round("a/0", sync, 0, WAIT_S))
-    second = asyncio.create_task(coordinator.await_round("a/0", sync, 1, WAIT_S))
-    free = asyncio.create_task(coordinator.await_read(0, sync, 0, WAIT_S))
-    await coordinator.published(0, sync, 0)
-    await coordinator.published(0, sync, 0)
-    await coordinator.published(0, sync, 1)
+    second = asyncio.create_task(coordinator.await_round("a/1", sync, 1, WAIT_S))
+    await coordinator.published(0, sync, 0, None, 0)
+    await coordinator.published(0, sync, 0, None, 0)
+    free = asyncio.create_task(coordinator.published(0, sync, 1, 0, WAIT_S))
     await settle()
     assert not first.done(), "one rank's duplicate must not stand for the other's"
-    await coordinator.published(1, sync, 0)
+    await coordinator.published(1, sync, 0, None, 0)
     await first
-    assert not second.done()
-    await coordinator.read("a/0", sync, 0)
-    await coordinator.read("a/0", sync, 0)
     await settle()
-    assert not free.done()
-    await coordinator.read("a/1", sync, 0)
+    assert not second.done()
+    assert not free.done(), "a/0 was told that the round is readable, not that it has read it"
+    third = [asyncio.create_task(coordinator.await_round("a/0", sync, 1, WAIT_S)) for _ in range(2)]
     await free
-    await coordinator.published(1, sync, 1)
-    await second
+    assert not second.done()
+    await coordinator.published(1, sync, 1, None, 0)
+    await asyncio.gather(second, *third)
     with pytest.raises(WireError, match="published round 3; it declared 3"):
-        await coordinator.published(1, sync, 3)
+        await coordinator.published(1, sync, 3, None, 0)
     with pytest.raises(WireError, match="round 3 of sync 1 does not exist"):
         await coordinator.await_round("a/0", sync, 3, WAIT_S)
+    with pytest.raises(WireError, match="round 3 of sync 1 does not exist"):
+        await coordinator.published(1, sync, 1, 3, 0)
     await coordinator.await_round("a/1", sync, 1, 0)
+
+
+@virtual
+async def test_asking_for_a_round_gives_back_every_round_before_it_and_accounting_gives_back_all() -> None:
+    group = await Group.make(1, rounds=4, a=1, b=1)
+    coordinator = group.coordinator
+    sync = await group.begin(1)
+    for round in range(3):
+        await coordinator.published(0, sync, round, None, 0)
+    await coordinator.await_round("a/0", sync, 2, 0)
+    free = asyncio.create_task(coordinator.published(0, sync, 3, 1, WAIT_S))
+    await coordinator.done(wire.encode(report("b/0", 1)), sync)
+    await free
+    last = asyncio.create_task(coordinator.published(0, sync, 3, 2, WAIT_S))
+    await settle()
+    assert not last.done(), "a/0 is still reading round 2"
+    await coordinator.await_round("a/0", sync, 3, 0)
+    await last
+
+
+@virtual
+async def test_an_engine_rank_enters_the_running_sync_of_its_version_when_the_first_round_is_published() -> None:
+    group = await Group.make(2, a=1)
+    coordinator = group.coordinator
+    with pytest.raises(SyncError, match="not syncing version 1: no sync is running"):
+        await coordinator.enter("a/0", "first", 1, WAIT_S)
+    sync = await group.begin(1)
+    with pytest.raises(SyncError, match="not syncing version 2: version 1 is running"):
+        await coordinator.enter("a/0", "first", 2, WAIT_S)
+    with pytest.raises(SyncError, match="a/0 pulls as incarnation 'zeroth', which is gone"):
+        await coordinator.enter("a/0", "zeroth", 1, WAIT_S)
+    assert await group.states() == {"a": "connected"}, "nobody may have received bytes yet"
+    waiting = asyncio.create_task(coordinator.enter("a/0", "first", 1, WAIT_S))
+    await coordinator.published(0, sync, 0, None, 0)
+    await settle()
+    assert not waiting.done()
+    assert await group.states() == {"a": "updating"}
+    await coordinator.published(1, sync, 0, None, 0)
+    assert await waiting == sync
+    await coordinator.fail(sync, "somebody", "something", "stop")
+    with pytest.raises(SyncError, match=r"^version 1: somebody failed in something: stop$"):
+        await coordinator.enter("a/0", "first", 1, WAIT_S)
+    with pytest.raises(SyncError, match="no sync is running; the latest failure was: version 1: somebody failed"):
+        await coordinator.enter("a/0", "first", 2, WAIT_S)
+
+
+@virtual
+async def test_rounds_that_were_readable_before_are_published_with_the_start_of_the_sync() -> None:
+    group = await Group.make(2, rounds=2, a=1)
+    coordinator = group.coordinator
+    sync = await group.begin(1)
+    asked = coordinator._syncs.latest.readers["a/0"].manifest.requests
+    await coordinator.offer(0, sync, [wire.encode(offer(asked[0]))], [[]])
+    await coordinator.fail(sync, "x", "y", "z")
+    # rank 1 has not answered its reader: what it said of its rounds cannot have counted that reader
+    begun = [group.begin_one(rank, 2, readable=1) for rank in range(2)]
+    sync = (await asyncio.gather(*begun))[0][0]
+    with pytest.raises(DeadlineError, match=r"no answer from source rank 1$"):
+        await coordinator.enter("a/0", "first", 2, 0)
+    begun = [group.begin_one(rank, 3) for rank in range(2)]
+    sync = (await asyncio.gather(*begun))[0][0]
+    await coordinator.offer(1, sync, [wire.encode(offer(asked[1]))], [[]])
+    begun = [group.begin_one(0, 4, readable=2), group.begin_one(1, 4, readable=1)]
+    sync = (await asyncio.gather(*begun))[0][0]
+    assert await coordinator.enter("a/0", "first", 4, 0) == sync
+    with pytest.raises(DeadlineError, match=r"no answer from source rank 1$"):
+        await coordinator.await_round("a/0", sync, 1, 0)
+    for readable in (-1, 3):
+        with pytest.raises(WireError, match=rf"begins with {readable} readable rounds; it declared 2 rounds"):
+            await group.begin_one(0, 5, readable=readable)
 
 
 @virtual
@@ -447,10 +522,9 @@ async def test_a_deadline_in_a_round_fails_the_sync_for_everybody() -> None:
     group = await Group.make(3, a=1, b=1)
     coordinator = group.coordinator
     sync = await group.begin(1)
-    await coordinator.published(1, sync, 0)
     waits = [
         asyncio.create_task(coordinator.await_round("a/0", sync, 0, 10)),
-        asyncio.create_task(coordinator.await_read(1, sync, 0, WAIT_S)),
+        asyncio.create_task(coordinator.published(1, sync, 0, 0, WAIT_S)),
         asyncio.create_task(coordinator.outcome(sync, 2, WAIT_S)),
         asyncio.create_task(coordinator.offers("b/0", "first", WAIT_S)),
     ]
@@ -470,17 +544,22 @@ async def test_a_deadline_in_a_round_fails_the_sync_for_everybody() -> None:
 async def test_deadlines_of_the_trainer_name_engine_ranks() -> None:
     group = await Group.make(2, a=2)
     sync = await group.begin(1)
-    await group.coordinator.read("a/0", sync, 0)
+    await group.coordinator.done(wire.encode(report("a/0", 1)), sync)
     with pytest.raises(DeadlineError, match=r"source rank 1 failed in await_read: waited 60 s.*from engine rank a/1$"):
-        await group.coordinator.await_read(1, sync, 0, WAIT_S)
+        await group.coordinator.published(1, sync, 0, 0, WAIT_S)
     sync = await group.begin(1)
     await group.coordinator.done(wire.encode(report("a/1", 1)), sync)
-    with pytest.raises(DeadlineError, match=r"failed in outcome: .*no account of the bytes from engine rank a/0$"):
+    expected = r"failed in outcome: waited 60 s for every engine rank to account .* no answer from engine rank a/0$"
+    with pytest.raises(DeadlineError, match=expected):
         await group.coordinator.outcome(sync, 1, WAIT_S)
     sync = await group.begin(1)
+    waiting = asyncio.create_task(group.coordinator.outcome(sync, 1, WAIT_S))
+    await asyncio.sleep(WAIT_S - 1)
     await group.account(sync, 1)
+    began = asyncio.get_running_loop().time()
     with pytest.raises(DeadlineError, match=r"failed in outcome: .*the driver did not commit$"):
-        await group.coordinator.outcome(sync, 1, WAIT_S)
+        await waiting
+    assert asyncio.get_running_loop().time() - began == pytest.approx(WAIT_S), "the commit has a deadline of its own"
 
 
 # --- accounts and the commit
@@ -504,7 +583,7 @@ async def test_a_commit_stamps_the_version_and_gives_everybody_one_report() -> N
     assert await group.coordinator.current() == (7, None)
     assert {one.name: one.version for one in (await group.status()).replicas} == {"a": 7, "b": 7}
     with pytest.raises(SyncError, match="not syncing version 7: no sync is running"):
-        await group.coordinator.running(7)
+        await group.coordinator.enter("a/0", "first", 7, WAIT_S)
 
 
 @virtual
@@ -539,8 +618,7 @@ def test_an_account_that_does_not_match_fails_the_sync_and_the_version_stays(
         group = await Group.make(2, a=1)
         await group.commit(1)
         sync = await group.begin(2)
-        for rank in range(2):
-            await group.coordinator.published(rank, sync, 0)
+        await group.publish(sync)
         await group.coordinator.await_round("a/0", sync, 0, 0)
         waiting = asyncio.create_task(group.coordinator.outcome(sync, 1, WAIT_S))
         await settle()
@@ -602,8 +680,8 @@ async def test_the_first_failure_is_everybodys_and_later_ones_are_told_about_it(
     coordinator = group.coordinator
     sync = await group.begin(3)
     waits = [
-        asyncio.create_task(coordinator.await_read(0, sync, 0, WAIT_S)),
-        asyncio.create_task(coordinator.await_round("a/0", sync, 0, WAIT_S)),
+        asyncio.create_task(coordinator.published(0, sync, 0, 0, WAIT_S)),
+        asyncio.create_task(coordinator.enter("a/0", "first", 3, WAIT_S)),
         asyncio.create_task(coordinator.outcome(sync, 1, WAIT_S)),
         asyncio.create_task(coordinator.offers("a/0", "first", WAIT_S)),
     ]
@@ -614,9 +692,8 @@ async def test_the_first_failure_is_everybodys_and_later_ones_are_told_about_it(
     found = await asyncio.gather(*waits, return_exceptions=True)
     assert [(type(one), str(one)) for one in found] == [(SyncError, expected)] * 4
     for late in (
-        coordinator.published(0, sync, 0),
-        coordinator.read("a/0", sync, 0),
-        coordinator.await_read(0, sync, 0, WAIT_S),
+        coordinator.published(0, sync, 0, None, 0),
+        coordinator.published(0, sync, 0, 0, WAIT_S),
         coordinator.await_round("a/0", sync, 0, WAIT_S),
         coordinator.offer(0, sync, [], []),
         coordinator.done(wire.encode(report("a/0", 3)), sync),
@@ -641,7 +718,7 @@ async def test_a_failure_without_a_sync_ends_whatever_is_going_on() -> None:
     sync = await group.begin(4)
     assert await group.coordinator.fail(None, "source rank 1", "publish", "again") is not None
     with pytest.raises(SyncError, match="again"):
-        await group.coordinator.published(0, sync, 0)
+        await group.coordinator.published(0, sync, 0, None, 0)
 
 
 @virtual
@@ -658,9 +735,8 @@ async def test_replicas_that_may_have_received_bytes_are_torn_until_a_complete_s
     group = await Group.make(2, a=1, b=1)
     await group.commit(1)
     sync = await group.begin(2)
-    for rank in range(2):
-        await group.coordinator.published(rank, sync, 0)
-    await group.coordinator.await_round("a/0", sync, 0, WAIT_S)
+    await group.publish(sync)
+    await group.coordinator.enter("a/0", "first", 2, WAIT_S)
     assert await group.states() == {"a": "updating", "b": "serving"}
     await group.coordinator.fail(sync, "source rank 0", "await_read", "died")
     assert await group.states() == {"a": "torn", "b": "serving"}
@@ -683,11 +759,11 @@ async def test_messages_of_an_old_sync_are_stale_and_not_counted_in_the_new_one(
     old = await group.commit(1)
     new = await group.begin(2)
     for late in (
-        coordinator.published(0, old, 0),
-        coordinator.read("a/0", old, 0),
+        coordinator.published(0, old, 0, None, 0),
+        coordinator.await_round("a/0", old, 1, 0),
         coordinator.done(wire.encode(report("a/0", 1)), old),
         coordinator.outcome(old, 0, 0),
-        coordinator.published(0, new + 1, 0),
+        coordinator.published(0, new + 1, 0, None, 0),
     ):
         with pytest.raises(
             SyncError, match=r"stale: sync \d+ of group 'policy' is over; the latest is sync 2 of version 2"
@@ -699,7 +775,7 @@ async def test_messages_of_an_old_sync_are_stale_and_not_counted_in_the_new_one(
     third = await group.begin(2)
     assert third == new + 1
     with pytest.raises(SyncError, match="a/0 failed in await_round"):
-        await coordinator.published(0, new, 0)
+        await coordinator.published(0, new, 0, None, 0)
 
 
 @virtual
@@ -756,7 +832,7 @@ async def test_a_sync_that_everybody_forgot_ends_by_itself() -> None:
     group = await Group.make(2, a=1)
     sync = await group.begin(1)
     await asyncio.sleep(STALL_S - 1)
-    await group.coordinator.published(0, sync, 0)
+    await group.coordinator.published(0, sync, 0, None, 0)
     await asyncio.sleep(STALL_S - 1)
     assert (await group.coordinator.current())[1] == sync
     await asyncio.sleep(2)
@@ -777,14 +853,24 @@ async def test_a_wait_with_a_long_deadline_is_no_stall() -> None:
 
 
 @virtual
+async def test_engines_may_use_a_long_deadline_up_before_they_call() -> None:
+    group = await Group.make(1, a=1)
+    sync, _ = await group.begin_one(0, 1, timeout_s=STALL_S)
+    await asyncio.sleep(3 * STALL_S - 1)
+    assert await group.coordinator.current() == (None, sync)
+    await asyncio.sleep(2)
+    assert await group.coordinator.current() == (None, None)
+
+
+@virtual
 async def test_the_memory_of_failures_is_bounded() -> None:
     group = await Group.make(1)
     for _ in range(100):
         sync = await group.begin(1)
         await group.coordinator.fail(sync, "source rank 0", "test", "again")
-    assert len(group.coordinator._failures) == 64
+    assert len(group.coordinator._syncs._failures) == 64
     with pytest.raises(SyncError, match="stale: sync 1 "):
-        await group.coordinator.published(0, 1, 0)
+        await group.coordinator.published(0, 1, 0, None, 0)
 
 
 def test_a_group_needs_a_source_rank() -> None:
@@ -851,7 +937,12 @@ class Chaos:
             if self.fault(step) == "silent":
                 return "silent"
             await self.pause()
-            sync, requests = await coordinator.begin(rank, token(rank), version, self.names if rank == 0 else None, 20)
+            names = self.names if rank == 0 else None
+            # all of its rounds or none: a rank that must still publish may fail to
+            readable = self.rounds if self.rounds <= self.slots and self.dice.random() < 0.5 else 0
+            sync, requests = await coordinator.begin(rank, token(rank), version, names, readable, 20)
+            if requests:
+                readable = 0
             if rank == 0:
                 engines = [
                     asyncio.create_task(self.reader(f"{name}/{one}", sync, step))
@@ -860,17 +951,15 @@ class Chaos:
                 ]
             answers = [wire.encode(offer(wire.decode(one, wire.ReadRequest))) for one in requests]
             await self.call(coordinator.offer, rank, sync, answers, [[] for _ in answers], repeat=True)
-            for round in range(self.rounds):
+            for round in range(readable, self.rounds):
                 fault = self.fault(step)
                 if fault == "silent":
                     return "silent"
                 if fault == "fail":
                     raise RuntimeError("a fault of the trainer")
-                if round >= self.slots:
-                    await self.call(coordinator.await_read, rank, sync, round - self.slots, 20)
-                await self.call(coordinator.published, rank, sync, round, repeat=True)
-            for round in range(max(0, self.rounds - self.slots), self.rounds):
-                await self.call(coordinator.await_read, rank, sync, round, 20)
+                freed = round + 1 - self.slots
+                awaited = freed if freed >= 0 else None
+                await self.call(coordinator.published, rank, sync, round, awaited, 20, repeat=True)
             if rank == 0:
                 await asyncio.gather(*engines)
                 found = await self.call(coordinator.commit, sync, 0, 1.0, {}, repeat=True)
@@ -887,18 +976,19 @@ class Chaos:
 
     async def reader(self, name: str, sync: int, step: int) -> None:
         coordinator, version = self.group.coordinator, step + 1
+        await self.call(coordinator.enter, name, "first", version, 20, repeat=True)
         await self.call(coordinator.offers, name, "first", 20)
         for round in range(self.rounds):
-            await self.call(coordinator.await_round, name, sync, round, 20)
+            if round:
+                await self.call(coordinator.await_round, name, sync, round, 20, repeat=True)
             fault = self.fault(step)
             if fault == "silent":
                 raise SyncError("silent")
             if fault == "fail":
                 await self.call(coordinator.fail, sync, name, "pull", "a fault of the engine")
-            await self.call(coordinator.read, name, sync, round, repeat=True)
             if sync > 1 and self.dice.random() < 0.1:
                 with pytest.raises(SyncError):
-                    await coordinator.read(name, sync - 1, round)
+                    await coordinator.await_round(name, sync - 1, round, 20)
         changes = {"bytes": 1} if self.fault(step) == "miscount" else {}
         await self.call(coordinator.done, wire.encode(report(name, version, **changes)), sync, repeat=True)
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rdt_core import wire
 from rdt_core.errors import SourceError
-from rdt_core.sources import FusedExperts, ModuleSource, WeightSource
+from rdt_core.sources import FusedExperts, ModuleSource, WatchedSource, WeightSource
 
 pytestmark = pytest.mark.unit
 
@@ -268,3 +268,21 @@ def test_parameters_on_several_devices() -> None:
     assert {name: tensor.device.type for name, tensor in shards.items()} == {
         "0.weight": "cuda", "0.bias": "cuda", "1.weight": "cpu", "1.bias": "cpu",
     }  # fmt: skip
+
+
+def test_the_fingerprint_follows_memory_and_makes_no_view() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    source = ModuleSource(module)
+    assert isinstance(source, WatchedSource)
+    before = source.fingerprint()
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    assert source.fingerprint() == before
+    module[1].weight.data = module[1].weight.data.clone()
+    moved = source.fingerprint()
+    assert moved != before
+    module[1].weight.data = module[1].weight.data.t().contiguous().t()
+    assert source.fingerprint() != moved
+    module[0].bias = None
+    with pytest.raises(SourceError, match=r"'0\.bias' was declared"):
+        source.fingerprint()

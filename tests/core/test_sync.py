@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 
@@ -291,6 +292,66 @@ def test_a_failed_pull_tears_the_replica_and_the_next_sync_heals_it(group):
     landing.close = close
     made.publish(3)
     assert_serves(made, 3)
+
+
+def test_an_account_that_is_refused_never_lets_the_replica_serve(group, monkeypatch):
+    made = group(2, 2)
+    made.attach()
+    made.publish(1)
+    done = made.control.done
+
+    def short(report, sync):
+        missing = 1 if report.reader == "module/1" else 0
+        return done(msgspec.structs.replace(report, bytes=report.bytes - missing), sync)
+
+    finished = []
+    landing = made.workers[1].landing
+    monkeypatch.setattr(landing, "finish", lambda finish=landing.finish: (finished.append(1), finish()))
+    monkeypatch.setattr(made.control, "done", short)
+    for source in made.sources:
+        source.fill(2)
+
+    def publish(sync):
+        with pytest.raises(RdtError, match=r"engine rank module/1 failed in accounting: .* bytes arrived") as caught:
+            sync.publish(2)
+        return str(caught.value)
+
+    assert len(set(made.pool.map(publish, made.syncs))) == 1
+    assert not finished, "the account is accepted before the landing may serve"
+    with pytest.raises(TornReplicaError):
+        made.workers[1].state()
+    assert made.workers[1].version() is None
+    monkeypatch.undo()
+    made.publish(3)
+    assert_serves(made, 3)
+
+
+def test_a_sync_that_needs_nothing_of_a_source_rank_asks_nothing_of_it(group, monkeypatch):
+    calls = []
+    post = LocalControl._post
+    monkeypatch.setattr(
+        LocalControl, "_post", lambda self, method, args: (calls.append(method), post(self, method, args))[1]
+    )
+    made = group(2, 1, mode="live")
+    made.attach()
+    made.publish(1)
+    calls.clear()
+    made.publish(2)
+    assert_serves(made, 2)
+    assert sorted(calls) == ["begin", "begin", "commit", "done", "enter", "outcome"]
+
+
+def test_packed_pieces_are_packed_again_in_every_sync_before_they_are_published(group, monkeypatch):
+    made = group(2, 1, mode="live", pack_threshold=1 << 20)
+    made.attach()
+    made.publish(1)
+    calls = []
+    monkeypatch.setattr(
+        made.control, "published", lambda *args, old=made.control.published: (calls.append(args), old(*args))
+    )
+    made.publish(2)
+    assert_serves(made, 2)
+    assert sorted(args[0] for args in calls) == [0, 1]
 
 
 def test_versions_that_differ_fail_on_every_rank(group):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -120,6 +122,9 @@ def test_three_syncs_are_exact(trainers, mode, kind):
             assert all(torch.equal(want[name], have[name]) for name in want)
             assert {link.kind for link in reports[0].links} == {kind}
             assert reports[0].bytes == sum(value.nbytes for value in want.values())
+        coordinator = ray.get_actor(f"rdt.{group}", "rdt")
+        imported = ray.get(coordinator.__ray_call__.remote(lambda _: set(sys.modules) & {"torch", "nixl"}))
+        assert not imported, "importing them takes a fresh process long enough to be felt in the first sync"
     finally:
         ray.get([trainer.leave.remote() for trainer in trainers])
         for worker in workers:

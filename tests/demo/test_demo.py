@@ -58,6 +58,26 @@ def test_json_is_the_report_and_nothing_else(checkpoint: Path, tmp_path: Path) -
         assert step["max_abs_logprob_error"] < 1e-4
 
 
+def test_sglang_serves_every_version(checkpoint: Path, tmp_path: Path) -> None:
+    result = subprocess.run(
+        _command(checkpoint, tmp_path, "--engine", "sglang", "--steps", "2", "--json"),
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    report = json.loads(result.stdout)
+    assert report["engine"].startswith("sglang 0.")
+    assert [step["version"] for step in report["steps"]] == [1, 2]
+    for step in report["steps"]:
+        assert step["bytes"] == _payload(checkpoint, 4) == sum(link["bytes"] for link in step["links"])
+        assert {(link["source"], link["reader"], link["kind"]) for link in step["links"]} == {
+            (0, "sglang/0", "mapped"),
+            (1, "sglang/0", "mapped"),
+        }
+        assert step["max_abs_logprob_error"] < 1e-4
+
+
 def test_the_table_tells_mode_and_link_that_were_asked_for(checkpoint: Path, tmp_path: Path) -> None:
     arguments = ("--steps", "1", "--dtype", "bfloat16", "--mode", "bucket", "--link", "prepared")
     result = subprocess.run(

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.unit
 
 ROOMS = [
     ("rdt_megatron", "MegatronSource", "megatron-core"),
-    ("rdt_sglang", "SglangRayEngine", "sglang"),
-    ("rdt_sglang", "SglangHttpEngine", "sglang"),
 ]
 
 
@@ -52,7 +50,7 @@ def test_the_range_is_that_of_the_extra(package: str, name: str, framework: str)
     assert Requirement(f"{framework}{needed}").specifier == extra.specifier
 
 
-@pytest.mark.parametrize("package", ["rdt_megatron", "rdt_sglang"])
+@pytest.mark.parametrize("package", ["rdt_megatron"])
 def test_another_name_is_an_attribute_error(package: str) -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = importlib.import_module(package).nonsense

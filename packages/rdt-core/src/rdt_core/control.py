@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import wire
@@ -39,8 +39,16 @@ class Control(ABC):
         self.grace_s = grace_s
 
     @abstractmethod
+    def _post(self, method: str, args: tuple[Any, ...]) -> Callable[[float], Any]:
+        """Starts a method of the coordinator.
+
+        Returns:
+            What waits so many seconds for the result, and raises what the method raised, or DeadlineError.
+        """
+
     def _call(self, method: str, args: tuple[Any, ...], limit_s: float) -> Any:
         """Runs a method of the coordinator; raises DeadlineError after `limit_s` seconds."""
+        return self._post(method, args)(limit_s)
 
     @abstractmethod
     def close(self) -> None:
@@ -83,11 +91,18 @@ class Control(ABC):
         return [wire.decode(manifest, wire.EngineManifest) for manifest in manifests]
 
     def begin(
-        self, rank: int, token: str, version: int, replicas: Sequence[str] | None, timeout_s: float
+        self,
+        rank: int,
+        token: str,
+        version: int,
+        replicas: Sequence[str] | None,
+        timeout_s: float,
+        *,
+        readable: int = 0,
     ) -> tuple[int, list[wire.ReadRequest]]:
         """See `Coordinator.begin`."""
         names = None if replicas is None else list(replicas)
-        sync, requests = self._long("begin", rank, token, version, names, timeout_s=timeout_s)
+        sync, requests = self._long("begin", rank, token, version, names, readable, timeout_s=timeout_s)
         return sync, [wire.decode(request, wire.ReadRequest) for request in requests]
 
     def offer(
@@ -102,29 +117,26 @@ class Control(ABC):
         offers, refs = self._long("offers", reader, incarnation, timeout_s=timeout_s)
         return [wire.decode(offer, wire.LinkOffer) for offer in offers], refs
 
-    def running(self, version: int) -> int:
-        """See `Coordinator.running`."""
-        return self._quick("running", version)
-
-    def published(self, rank: int, sync: int, round: int) -> None:
+    def published(self, rank: int, sync: int, round: int, awaited: int | None, timeout_s: float) -> None:
         """See `Coordinator.published`."""
-        self._quick("published", rank, sync, round)
+        self._long("published", rank, sync, round, awaited, timeout_s=timeout_s)
+
+    def enter(self, reader: str, incarnation: str, version: int, timeout_s: float) -> int:
+        """See `Coordinator.enter`."""
+        return self._long("enter", reader, incarnation, version, timeout_s=timeout_s)
 
     def await_round(self, reader: str, sync: int, round: int, timeout_s: float) -> None:
         """See `Coordinator.await_round`."""
         self._long("await_round", reader, sync, round, timeout_s=timeout_s)
 
-    def read(self, reader: str, sync: int, round: int) -> None:
-        """See `Coordinator.read`."""
-        self._quick("read", reader, sync, round)
+    def done(self, report: wire.ReaderReport, sync: int) -> Callable[[], None]:
+        """Hands in an engine rank's account; see `Coordinator.done`.
 
-    def await_read(self, rank: int, sync: int, round: int, timeout_s: float) -> None:
-        """See `Coordinator.await_read`."""
-        self._long("await_read", rank, sync, round, timeout_s=timeout_s)
-
-    def done(self, report: wire.ReaderReport, sync: int) -> None:
-        """See `Coordinator.done`."""
-        self._quick("done", wire.encode(report), sync)
+        Returns:
+            What waits until the account is taken, and raises if it is not. It must be called before the rank serves.
+        """
+        taken = self._post("done", (wire.encode(report), sync))
+        return lambda: taken(self.call_timeout_s)
 
     def fail(self, sync: int | None, member: str, phase: str, message: str) -> str | None:
         """See `Coordinator.fail`."""
@@ -136,7 +148,8 @@ class Control(ABC):
 
     def outcome(self, sync: int, rank: int, timeout_s: float) -> wire.SyncReport:
         """See `Coordinator.outcome`."""
-        return wire.decode(self._long("outcome", sync, rank, timeout_s=timeout_s), wire.SyncReport)
+        report = self._call("outcome", (sync, rank, timeout_s), 2 * timeout_s + self.grace_s)
+        return wire.decode(report, wire.SyncReport)
 
     def settled(self, timeout_s: float) -> None:
         """See `Coordinator.settled`."""
@@ -168,17 +181,23 @@ class LocalControl(Control):
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"rdt.{self.group}", daemon=True)
         self._thread.start()
 
-    def _call(self, method: str, args: tuple[Any, ...], limit_s: float) -> Any:
+    def _post(self, method: str, args: tuple[Any, ...]) -> Callable[[float], Any]:
         if self._loop.is_closed():
             raise SyncError(f"the coordinator of group {self.group!r} is closed")
         future = asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
-        try:
-            return future.result(limit_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise _no_answer(self.group, method, limit_s) from None
-        except concurrent.futures.CancelledError:
-            raise SyncError(f"the coordinator of group {self.group!r} was closed while {method} was waiting") from None
+
+        def wait(limit_s: float) -> Any:
+            try:
+                return future.result(limit_s)
+            except concurrent.futures.TimeoutError:
+                future.cancel()
+                raise _no_answer(self.group, method, limit_s) from None
+            except concurrent.futures.CancelledError:
+                raise SyncError(
+                    f"the coordinator of group {self.group!r} was closed while {method} was waiting"
+                ) from None
+
+        return wait
 
     def close(self) -> None:
         """Stops the event loop; calls that wait end with a SyncError. Idempotent."""
@@ -210,13 +229,17 @@ class RayControl(Control):
         super().__init__(group, call_timeout_s=call_timeout_s, grace_s=grace_s)
         self._handle = handle
 
-    def _call(self, method: str, args: tuple[Any, ...], limit_s: float) -> Any:
-        import ray
-
+    def _post(self, method: str, args: tuple[Any, ...]) -> Callable[[float], Any]:
         if self._handle is None:
             raise SyncError(f"the control of group {self.group!r} is closed")
+        answer = getattr(self._handle, method).remote(*args)
+        return lambda limit_s: self._answer(method, answer, limit_s)
+
+    def _answer(self, method: str, answer: Any, limit_s: float) -> Any:
+        import ray
+
         try:
-            return ray.get(getattr(self._handle, method).remote(*args), timeout=limit_s)
+            return ray.get(answer, timeout=limit_s)
         except ray.exceptions.GetTimeoutError:
             raise _no_answer(self.group, method, limit_s) from None
         except ray.exceptions.RayTaskError as error:

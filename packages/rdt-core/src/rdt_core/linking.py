@@ -17,6 +17,7 @@ import numpy as np
 from . import wire
 from .landing import Destination
 from .planning import Plan
+from .transport import tables
 from .transport.base import Copies
 
 #: stands for the pack arena of a link wherever a region id is written
@@ -181,9 +182,12 @@ def make_program(
                 size, base = spans[(source, number)], pack_base[(source, number)]
                 row = (PACK_REGION, base, 0, receive_index, landing_places[(source, number)], 0, 1, size)
                 table = [np.append(column, value) for column, value in zip(table, row, strict=True)]
-                pack_columns = _raw(
-                    columns.region[small], columns.source_offset[small], columns.source_pitch[small],
-                    columns.rows[small], columns.row_bytes[small], base + pack_within[small],
+                pack_columns = tables.pack_columns(
+                    Copies(
+                        columns.region[small], columns.source_offset[small], columns.source_pitch[small],
+                        np.zeros(len(small), dtype=np.int64), base + pack_within[small], columns.row_bytes[small],
+                        columns.rows[small], columns.row_bytes[small],
+                    )
                 )  # fmt: skip
             copies = Copies(*(np.ascontiguousarray(column, dtype=np.int64) for column in table))
             mine_requests = requests.setdefault(source, [])
@@ -192,9 +196,7 @@ def make_program(
                     chunk=number,
                     round=int(rounds[number]),
                     count=len(copies),
-                    columns=_raw(
-                        copies.source_region, copies.source_offset, copies.source_pitch, copies.rows, copies.row_bytes
-                    ),
+                    columns=tables.read_columns(copies),
                     pack_count=len(small),
                     pack_columns=pack_columns,
                     nbytes=copies.nbytes,
@@ -235,10 +237,6 @@ def make_program(
         receive_bytes=receive_bytes,
         places=places,
     )
-
-
-def _raw(*columns: np.ndarray) -> bytes:
-    return b"".join(np.ascontiguousarray(column, dtype="<i8").tobytes() for column in columns)
 
 
 def _chunks(rounds: np.ndarray, groups: np.ndarray, receive: np.ndarray, limit: int) -> np.ndarray:

@@ -27,12 +27,13 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """An engine rank that connected, and the offers made to it: by source rank, message and references."""
+    """An engine rank that connected: its requests by source rank, and the offers made to it, message and references."""
 
     manifest: wire.EngineManifest
     data: bytes
     epoch: int
     offered: Gate
+    asked: dict[int, wire.ReadRequest]
     offers: dict[int, tuple[bytes, list[Any]]] = field(default_factory=dict)
 
     @property
@@ -205,7 +206,7 @@ class Members:
         if not replica.readers:
             replica.ready.reset(f"{replica.name}/{rank}" for rank in range(message.world_size))
             replica.world_size = message.world_size
-        replica.readers[message.rank] = Reader(message, manifest, epoch, Gate(wanted))
+        replica.readers[message.rank] = Reader(message, manifest, epoch, Gate(sorted(wanted)), wanted)
         replica.ready.arrive(message.reader)
         return previous
 
@@ -264,8 +265,8 @@ class Members:
             f"only; every rank must declare the whole model"
         )
 
-    def _wanted(self, message: wire.EngineManifest) -> list[int]:
-        wanted: set[int] = set()
+    def _wanted(self, message: wire.EngineManifest) -> dict[int, wire.ReadRequest]:
+        wanted: dict[int, wire.ReadRequest] = {}
         for request in message.requests:
             if request.reader != message.reader or request.incarnation != message.incarnation:
                 raise WireError(
@@ -277,8 +278,8 @@ class Members:
                     f"{member_name(message.reader)} requests from source rank {request.source}, which is repeated or "
                     f"outside the world of {self.world_size} source ranks"
                 )
-            wanted.add(request.source)
-        return sorted(wanted)
+            wanted[request.source] = request
+        return wanted
 
 
 def _describe(tensor: wire.TensorMeta) -> str:

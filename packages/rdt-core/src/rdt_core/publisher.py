@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
 
 from . import versions, wire
 from .errors import SourceError, TransportError
 from .linking import PACK_REGION, request_digest
-from .memory import Arena, fingerprint, is_expandable, settle, share, storages
-from .sources.base import IterableWeightSource, Shard, WeightSource
+from .memory import Arena, fingerprint, settle, share, storages
+from .modes import MODES, choose_mode
+from .sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource
 from .staging import Piece, split_pieces
-from .transport import LocalExchange, make_source_endpoint
-from .transport.base import Copies, Region, SourceEndpoint
+from .transport import LocalExchange, make_source_endpoint, tables
+from .transport.base import Region, SourceEndpoint
 from .transport.copying import CopyProgram
 from .transport.nodes import node
 
+__all__ = ["DEFAULT_BUCKET_BYTES", "MODES", "Publisher"]
+
 log = logging.getLogger(__name__)
 
-MODES = ("auto", "live", "snapshot", "bucket")
 DEFAULT_BUCKET_BYTES = 512 << 20
 
 
@@ -74,8 +74,6 @@ class Publisher:
         lookahead: int = 1,
         exchange: LocalExchange | None = None,
     ) -> None:
-        if mode not in MODES:
-            raise SourceError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
         if bucket_bytes < 1 or lookahead < 0:
             raise SourceError(
                 f"bucket_bytes must be at least 1 and lookahead at least 0; found {bucket_bytes} and {lookahead}"
@@ -102,11 +100,11 @@ class Publisher:
         self._arena: Arena | None = None
         self._pieces: list[list[Piece]] = []
         self._write: Callable[[], None] | None = None
-        self.mode, self.mode_reason = self._choose_mode(mode, shards)
+        self.mode, self.mode_reason = choose_mode(mode, source, shards, self._wire_dtype, self.device, rank)
         self.slots = lookahead + 1 if self.mode == "bucket" else 1
         self._endpoints = [make_source_endpoint(kind, exchange=exchange) for kind in kinds]
         shard_metas = getattr(self, f"_set_up_{self.mode}")(shards, bucket_bytes)
-        self._fingerprint = fingerprint(shard.tensor for shard in shards)
+        self._fingerprint = self._marks()
         self.rounds = max(1, len(self._pieces))
         agents = [endpoint.agent() for endpoint in self._endpoints]
         name, agent = next((pair for pair in agents if pair[0]), ("", b""))
@@ -141,51 +139,6 @@ class Publisher:
     def _wire_dtype(self, name: str) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._tensors[self._index[name]].dtype)
         return dtype
-
-    def _choose_mode(self, mode: str, shards: Sequence[Shard]) -> tuple[str, str]:
-        """Returns the mode and why: the first of live, snapshot, bucket that works, or a refusal of the one asked for."""
-        nbytes = sum(shard.tensor.numel() * self._wire_dtype(shard.name).itemsize for shard in shards)
-        obstacles = {
-            "live": self._why_not_live(shards),
-            "snapshot": self._why_not_snapshot(nbytes),
-            "bucket": None,
-        }
-        if mode != "auto":
-            if (obstacle := obstacles[mode]) is not None:
-                raise SourceError(f"source rank {self.rank} cannot publish in mode {mode!r}: {obstacle}")
-            return mode, "asked for"
-        for name in ("live", "snapshot", "bucket"):
-            if obstacles[name] is None:
-                refused = "; ".join(f"not {other}: {why}" for other, why in obstacles.items() if why and other != name)
-                return name, refused or "parameters have the wire dtype and can be read where they are"
-        raise AssertionError("bucket has no obstacle")
-
-    def _why_not_live(self, shards: Sequence[Shard]) -> str | None:
-        if not isinstance(self._source, WeightSource):
-            return "the source can only be iterated as full tensors"
-        for shard in shards:
-            wanted = self._wire_dtype(shard.name)
-            if shard.tensor.dtype != wanted:
-                return f"{shard.name!r} is stored as {shard.tensor.dtype} and travels as {wanted}"
-            if shard.tensor.device.type == "cuda" and is_expandable(shard.tensor):
-                return (
-                    f"{shard.name!r} lies in an expandable segment, which moves at a thousandth of the speed; "
-                    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-                )
-            if shard.tensor.is_conj() or shard.tensor.is_neg():
-                return f"{shard.name!r} is a lazily conjugated or negated view"
-        return None
-
-    def _why_not_snapshot(self, nbytes: int) -> str | None:
-        if not isinstance(self._source, WeightSource):
-            return "the source can only be iterated as full tensors"
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            free = psutil.virtual_memory().available
-        if nbytes > free:
-            return f"an arena of {nbytes} bytes does not fit into the {free} bytes that are free on {self.device}"
-        return None
 
     def _export(self, tensor: torch.Tensor, keep: Any = None) -> int:
         """Makes memory readable by every offered kind; returns its region id."""
@@ -317,7 +270,7 @@ class Publisher:
                     if arena is None:
                         raise TransportError(f"{request.reader} wants pieces packed into an arena of 0 bytes")
                     program = CopyProgram(
-                        pack_copies(transfer), tensors, [arena.tensor], f"packing for {request.reader}"
+                        tables.packs(transfer), tensors, [arena.tensor], f"packing for {request.reader}"
                     )
                     served.packs.setdefault(transfer.round, []).append(program)
             endpoint = next((e for e in self._endpoints if e.kind == request.kind), None)
@@ -350,14 +303,28 @@ class Publisher:
         Raises:
             SourceError: names a tensor that lies elsewhere now.
         """
-        if not isinstance(self._source, WeightSource):
-            return
-        shards = [shard for shard in self._source.shards() if shard.tensor.numel()]
-        if fingerprint(shard.tensor for shard in shards) != self._fingerprint:
+        if self._marks() != self._fingerprint:
             raise SourceError(
                 f"parameters of source rank {self.rank} moved, appeared or went since it joined (re-allocated, offloaded or "
                 "wrapped again); leave the group and join again, so that readers learn the new addresses"
             )
+
+    def _marks(self) -> Any:
+        if isinstance(self._source, WatchedSource):
+            return self._source.fingerprint()
+        if isinstance(self._source, WeightSource):
+            return fingerprint(shard.tensor for shard in self._source.shards())
+        return None
+
+    def readable(self) -> int:
+        """Rounds whose bytes are readable with no further work in a sync, once this returned: 0 or 1.
+
+        That is the one round of mode `live`, where nothing is packed for any reader that asked so far.
+        """
+        if self.mode != "live" or any(served.packs for served in self._served.values()):
+            return 0
+        settle(self.device)
+        return 1
 
     def rounds_written(self) -> Iterator[int]:
         """Writes round after round; each yield means that this round's bytes are readable, packed spans included.
@@ -436,22 +403,6 @@ class Publisher:
         self._served.clear()
         for endpoint in self._endpoints:
             endpoint.close()
-
-
-def pack_copies(transfer: wire.Transfer) -> Copies:
-    """Returns a transfer's packing as copies from regions into the pack arena (destination 0)."""
-    columns = np.frombuffer(transfer.pack_columns, dtype="<i8").reshape(6, transfer.pack_count)
-    region, offset, pitch, rows, row_bytes, pack_offset = columns
-    return Copies(
-        source_region=region,
-        source_offset=offset,
-        source_pitch=pitch,
-        destination=np.zeros(transfer.pack_count, dtype=np.int64),
-        destination_offset=pack_offset,
-        destination_pitch=row_bytes,
-        rows=rows,
-        row_bytes=row_bytes,
-    )
 
 
 def _copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:

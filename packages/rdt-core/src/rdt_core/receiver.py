@@ -11,57 +11,29 @@ import logging
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from . import versions, wire
+from .connection import Connection, Step, memory_of, typed_view
 from .control import Control
-from .errors import CoverageError, RdtError, SyncError, TransportError
-from .geometry import replay
-from .landing import Destination, Landing
-from .linking import Chunk, Program, make_program, request_digest
-from .memory import Arena, settle
-from .planning import Plan, Staged, make_plan
+from .errors import RdtError, SyncError, TransportError
+from .landing import Landing
+from .linking import make_program, request_digest
+from .memory import settle
+from .planning import make_plan
 from .routing import Routing
 from .transport import LocalExchange, available, make_reader_endpoint, pack_threshold
-from .transport.base import PreparedTransfer, ReaderEndpoint
-from .transport.copying import CopyProgram
+from .transport.base import ReaderEndpoint
 from .transport.nodes import node
+
+__all__ = ["DEFAULT_KINDS", "Receiver", "typed_view"]
 
 log = logging.getLogger(__name__)
 
 #: link kinds in order of preference
 DEFAULT_KINDS = ("mapped", "prepared", "ray")
-
-
-@dataclass(slots=True)
-class _Step:
-    """One chunk with everything made that its execution needs."""
-
-    chunk: Chunk
-    transfers: list[tuple[int, PreparedTransfer]]  # source rank, transfer
-    scatter: CopyProgram | None
-    replays: list[Callable[[], None]]
-    memory: dict[str, torch.Tensor]
-    ends_round: bool
-
-
-@dataclass(slots=True)
-class _Connection:
-    """What `connect` made; replaced as a whole by the next `connect`."""
-
-    epoch: int
-    manifest: wire.EngineManifest
-    sources: dict[int, wire.SourceManifest]
-    plan: Plan
-    program: Program
-    destinations: dict[str, Destination]
-    endpoints: dict[int, ReaderEndpoint]
-    buffer: Arena | None
-    tensors: list[torch.Tensor]
-    steps: list[_Step] | None = None  # made at the first pull, when the owners have answered
 
 
 class Receiver:
@@ -110,8 +82,9 @@ class Receiver:
         self.name = f"{replica}/{rank}"
         self.version: int | None = None
         self.torn: str | None = None
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._pulled: wire.ReaderReport | None = None
+        self._taken: Callable[[], None] | None = None  # waits until the coordinator took the account
         self._sync: int | None = None
         self._landing_began = False
 
@@ -149,12 +122,11 @@ class Receiver:
             {source: self.pack_threshold or pack_threshold(kind, self.device.type) for source, kind in kinds.items()},
             slots=max((manifest.slots for manifest in manifests), default=1),
         )
-        buffer = Arena(program.receive_bytes, self.device) if program.receive_bytes else None
-        tensors = self._tensors(plan, program, destinations, buffer)
+        tensors, written = memory_of(plan, program, destinations, self.landing, self.device)
         endpoints: dict[int, ReaderEndpoint] = {}
         for source, kind in kinds.items():
             endpoint = make_reader_endpoint(kind, exchange=self._exchange)
-            for tensor in self._registered(plan, program, tensors, buffer):
+            for tensor in written:
                 endpoint.register(tensor)
             endpoints[source] = endpoint
         incarnation = uuid.uuid4().hex
@@ -188,9 +160,7 @@ class Receiver:
             requests=requests,
         )
         self.control.connect(declared, epoch)
-        self._connection = _Connection(
-            epoch, declared, sources, plan, program, destinations, endpoints, buffer, tensors
-        )
+        self._connection = Connection(epoch, declared, sources, plan, program, destinations, endpoints, tensors)
         log.info(
             "%s connected to group %s: %d tensors, %.3f GB a sync, %d chunks, links %s",
             self.name, self.group, len(plan.taken), plan.nbytes / 1e9, len(program.chunks), kinds,
@@ -209,80 +179,6 @@ class Receiver:
             + "; ".join(reasons)
         )
 
-    def _tensors(
-        self, plan: Plan, program: Program, destinations: dict[str, Destination], buffer: Arena | None
-    ) -> list[torch.Tensor]:
-        """The memory of each destination of the plan, then the receive buffer itself."""
-        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        tensors = []
-        for index, key in enumerate(plan.destinations):
-            place = int(program.places[index])
-            if key in destinations and destinations[key].in_place:
-                tensors.append(self.landing.storage(key))
-            elif place < 0 or buffer is None:
-                tensors.append(empty)
-            else:
-                tensors.append(buffer.tensor[place : place + int(plan.destination_nbytes[index])])
-        tensors.append(buffer.tensor if buffer is not None else empty)
-        return tensors
-
-    def _registered(
-        self, plan: Plan, program: Program, tensors: list[torch.Tensor], buffer: Arena | None
-    ) -> Iterable[torch.Tensor]:
-        for index in range(len(plan.destinations)):
-            if int(program.places[index]) < 0 and tensors[index].numel():
-                yield tensors[index]
-        if buffer is not None:
-            yield buffer.tensor
-
-    def _prepare(self, connection: _Connection, timeout_s: float) -> list[_Step]:
-        """Makes every transfer, once the owners have answered the requests."""
-        manifest = connection.manifest
-        offers, refs = self.control.offers(self.name, manifest.incarnation, timeout_s)
-        for offer, its_refs in zip(offers, refs, strict=True):
-            request = next(r for r in manifest.requests if r.source == offer.source)
-            if offer.digest != request.digest:
-                raise CoverageError(
-                    f"{self.name} and source rank {offer.source} disagree about what their link moves "
-                    f"(digests {request.digest[:12]} and {offer.digest[:12]}); both ends must run the same rdt version"
-                )
-            connection.endpoints[offer.source].connect(connection.sources[offer.source], offer, its_refs)
-        plan, program, tensors = connection.plan, connection.program, connection.tensors
-        steps = []
-        for number, chunk in enumerate(program.chunks):
-            transfers = [
-                (link.source, connection.endpoints[link.source].prepare(link.index, link.copies, tensors))
-                for link in chunk.links
-            ]
-            scatter = CopyProgram(chunk.scatter, {0: tensors[-1]}, tensors) if len(chunk.scatter) else None
-            memory = {
-                key: tensors[index]
-                for index, key in enumerate(plan.destinations)
-                if key in connection.destinations
-                and connection.destinations[key].module in chunk.opens
-                and not connection.destinations[key].in_place
-            }
-            replays = [self._replayer(plan.staged[index], tensors) for index in chunk.replays]
-            last = number + 1 == len(program.chunks) or program.chunks[number + 1].round != chunk.round
-            steps.append(_Step(chunk, transfers, scatter, replays, memory, last))
-        return steps
-
-    def _replayer(self, staged: Staged, tensors: list[torch.Tensor]) -> Callable[[], None]:
-        box = typed_view(tensors[staged.destination], staged.dtype, 0, staged.box_shape, None)
-        target = typed_view(
-            tensors[staged.target],
-            staged.target_dtype,
-            staged.target_offset,
-            staged.target_shape,
-            staged.target_strides,
-        )
-
-        def run() -> None:
-            value = replay(box.permute(staged.axes).reshape(staged.shape), staged.rest)
-            target.copy_(value.reshape(target.shape))
-
-        return run
-
     # ------------------------------------------------------------------ one sync
 
     def pull(self, version: int, timeout_s: float | None = None) -> wire.ReaderReport:
@@ -293,7 +189,7 @@ class Receiver:
             timeout_s: deadline of each wait; default: the receiver's own.
 
         Returns:
-            What was moved; handed to the coordinator by `finish`.
+            What was moved. It is on its way to the coordinator; `finish` makes sure that it was accepted.
 
         Raises:
             SyncError: the sync failed on another member, or nothing is being published.
@@ -305,45 +201,44 @@ class Receiver:
             raise SyncError(
                 f"{self.name} was asked to pull version {version} before it was connected to group {self.group}"
             )
-        sync = self.control.running(version)
-        self._sync, self._pulled = sync, None
+        self._sync, self._pulled, self._taken = None, None, None
+        phases = dict.fromkeys(("wait", "transfer", "land"), 0.0)
+        began = time.perf_counter()
+        sync = self.control.enter(self.name, connection.manifest.incarnation, version, timeout_s)
+        phases["wait"] = time.perf_counter() - began
+        self._sync = sync
         try:
-            self._pulled = self._pull(connection, version, sync, timeout_s)
+            report = self._pull(connection, version, sync, timeout_s, phases)
+            # nobody waits for the answer here: it arrives while the engine's driver goes on to `finish`
+            self._taken = self.control.done(report, sync)
         except Exception as error:
             self.abort(f"version {version} failed half-way: {error}")
             self._report_failure(sync, "pull", error)
             raise
-        return self._pulled
+        self._pulled = report
+        return report
 
-    def _pull(self, connection: _Connection, version: int, sync: int, timeout_s: float) -> wire.ReaderReport:
-        phases = dict.fromkeys(("wait", "transfer", "land"), 0.0)
+    def _pull(
+        self, connection: Connection, version: int, sync: int, timeout_s: float, phases: dict[str, float]
+    ) -> wire.ReaderReport:
         began = time.perf_counter()
         moved = 0
         seconds: dict[int, float] = {}
         link_bytes: dict[int, int] = {}
 
-        self.control.await_round(self.name, sync, 0, timeout_s)
-        if connection.steps is None:
-            connection.steps = self._prepare(connection, timeout_s)
+        steps = connection.steps
+        if steps is None:
+            steps = connection.prepare(*self.control.offers(self.name, connection.manifest.incarnation, timeout_s))
             phases["prepare"] = time.perf_counter() - began
-        else:
-            phases["wait"] += time.perf_counter() - began
 
         settle(self.device)  # no kernel that was queued before the pause may still read what is written now
         self._landing_began = True
         self.torn = f"version {version} is being received"
         self.landing.begin()
-        readable, unread = 0, 0  # last round that is published, first one that is not acknowledged
-        pending: tuple[_Step, float] | None = None
+        readable = 0  # last round that is published; all before it are given back, those with nothing for this rank too
+        pending: tuple[Step, float] | None = None
 
-        def acknowledge(until: int) -> None:
-            """Gives back every round before `until`; those with nothing for this rank too, or their buckets stay taken."""
-            nonlocal unread
-            for number in range(unread, until):
-                self.control.read(self.name, sync, number)
-            unread = max(unread, until)
-
-        def process(step: _Step, posted: float) -> int:
+        def process(step: Step, posted: float) -> int:
             started = time.perf_counter()
             deadline = time.monotonic() + timeout_s
             nbytes = 0
@@ -363,12 +258,10 @@ class Receiver:
             if step.memory or step.scatter is not None or step.replays or step.ends_round:
                 # receive memory is posted to again by a later chunk, which does not wait for kernels that still read it
                 settle(self.device)
-            if step.ends_round:
-                acknowledge(step.chunk.round + 1)
             phases["land"] += time.perf_counter() - waited
             return nbytes
 
-        for step in connection.steps:
+        for step in steps:
             if step.chunk.round > readable:
                 # the rounds before may have to be read before their buckets are filled again
                 if pending is not None:
@@ -376,7 +269,6 @@ class Receiver:
                     pending = None
                 waiting = time.perf_counter()
                 readable = step.chunk.round
-                acknowledge(readable)
                 self.control.await_round(self.name, sync, readable, timeout_s)
                 phases["wait"] += time.perf_counter() - waiting
             if step.chunk.opens:
@@ -390,10 +282,8 @@ class Receiver:
             pending = (step, posted)
         if pending is not None:
             moved += process(*pending)
-        rounds = max((manifest.rounds for manifest in connection.sources.values()), default=1)
-        for number in range(unread, rounds):
+        for number in range(readable + 1, connection.rounds):
             self.control.await_round(self.name, sync, number, timeout_s)
-            acknowledge(number + 1)
         return wire.ReaderReport(
             reader=self.name,
             incarnation=connection.manifest.incarnation,
@@ -415,33 +305,31 @@ class Receiver:
         )
 
     def finish(self, version: int) -> None:
-        """Runs what remains of the post-load step, hands the account to the coordinator, and takes the version.
+        """Runs what remains of the post-load step, makes sure that the account was accepted, and takes the version.
 
         Raises:
             SyncError: no complete pull of this version precedes, or the accounts do not match.
         """
-        report, sync = self._pulled, self._sync
-        if report is None or sync is None or report.version != version:
+        report, sync, taken = self._pulled, self._sync, self._taken
+        if report is None or sync is None or taken is None or report.version != version:
             self.abort(f"finish of version {version} without a complete pull of it")
             raise SyncError(f"{self.name} cannot finish version {version}: it was not pulled completely")
-        started = time.perf_counter()
         try:
+            taken()  # before the landing serves again
             self.landing.finish()
             settle(self.device)
-            report.phases["finish"] = time.perf_counter() - started
-            self.control.done(report, sync)
         except Exception as error:
             self.abort(f"version {version} failed in its last step: {error}")
             self._report_failure(sync, "finish", error)
             raise
-        self._pulled = self._sync = None
+        self._pulled = self._sync = self._taken = None
         self._landing_began = False
         self.torn = None
         self.version = version
 
     def abort(self, reason: str) -> None:
         """Ends a sync that failed; a rank that began to land becomes torn. Idempotent."""
-        self._pulled = None
+        self._pulled = self._taken = None
         if self._landing_began:
             self.torn = reason
             self.landing.abort(reason)
@@ -457,39 +345,11 @@ class Receiver:
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        for step in connection.steps or ():
-            for _, transfer in step.transfers:
-                transfer.release()
-        for endpoint in connection.endpoints.values():
-            endpoint.close()
+        if connection is not None:
+            connection.close()
 
     def _report_failure(self, sync: int, phase: str, error: BaseException) -> None:
         try:
             self.control.fail(sync, self.name, phase, str(error))
         except RdtError as failure:
             log.warning("%s could not tell the coordinator of its failure in %s: %s", self.name, phase, failure)
-
-
-def typed_view(
-    memory: torch.Tensor, dtype: str, offset: int, shape: Sequence[int], strides: Sequence[int] | None
-) -> torch.Tensor:
-    """Returns a strided view of raw memory.
-
-    Args:
-        memory: 1-D uint8 tensor.
-        dtype: name of the view's dtype.
-        offset: of the first element from the start of `memory`, in elements.
-        shape: of the view.
-        strides: in elements; None for contiguous.
-    """
-    kind: torch.dtype = getattr(torch, dtype)
-    if strides is None:
-        strides = torch.empty(tuple(shape), device="meta").stride()
-    start, rest = divmod(int(memory.storage_offset()), kind.itemsize)
-    if rest:
-        raise TransportError(f"memory at byte {memory.storage_offset()} is not aligned for {dtype}")
-    return torch.empty(0, dtype=kind, device=memory.device).set_(
-        memory.untyped_storage(), start + offset, tuple(shape), tuple(strides)
-    )

@@ -1,6 +1,8 @@
 """One sync as the coordinator remembers it: who takes part, which rounds are published and read, and its outcome.
 
-State without policy. A record is running until it has either a report or a failure; its gates are where members wait.
+State and the checks of what members say about it, without waiting. A record is running until it has either a report or a
+failure; its gates are where members wait. It refuses rounds that nobody declared, offers that answer nothing, and
+accounts that do not match what the reader connected with.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 
 from . import wire
 from .errors import SyncError, WireError
-from .gates import Gate, member_names
+from .gates import Gate, member_name, member_names
 from .members import Reader
 
 
@@ -25,6 +27,9 @@ class SyncRecord:
         rounds: number of rounds by source rank.
         replicas: names of the replicas that take part.
         readers: their engine ranks by name, as they were connected at the start.
+        idle_s: seconds without a call or a waiter after which everybody has forgotten it.
+        unanswered: by source rank, the read requests that it has not offered to when the sync starts.
+        accounted: opens when every engine rank has accounted for its bytes.
         ended: opens at the commit.
         told: opens when every source rank has its outcome.
         reports: accounts of engine ranks.
@@ -40,16 +45,28 @@ class SyncRecord:
     rounds: Mapping[int, int]
     replicas: tuple[str, ...]
     readers: Mapping[str, Reader]
-    told: Gate
-    ended: Gate = field(default_factory=lambda: Gate((0,)))
-    reports: dict[str, wire.ReaderReport] = field(default_factory=dict)
-    pulling: set[str] = field(default_factory=set)
-    failure: str = ""
-    report: bytes = b""
-    touched: float = 0.0
-    watchdog: asyncio.TimerHandle | None = None
-    _published: dict[int, Gate] = field(default_factory=dict)
-    _read: dict[int, Gate] = field(default_factory=dict)
+    idle_s: float
+    unanswered: dict[int, list[wire.ReadRequest]] = field(init=False, default_factory=dict)
+    accounted: Gate = field(init=False)
+    told: Gate = field(init=False)
+    ended: Gate = field(init=False, default_factory=lambda: Gate((0,)))
+    reports: dict[str, wire.ReaderReport] = field(init=False, default_factory=dict)
+    pulling: set[str] = field(init=False, default_factory=set)
+    failure: str = field(init=False, default="")
+    report: bytes = field(init=False, default=b"")
+    touched: float = field(init=False, default=0.0)
+    watchdog: asyncio.TimerHandle | None = field(init=False, default=None)
+    _published: dict[int, Gate] = field(init=False, default_factory=dict)
+    _read: dict[int, Gate] = field(init=False, default_factory=dict)
+    _acknowledged: dict[str, int] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.accounted = Gate(self.readers)
+        self.told = Gate(sorted(self.rounds))
+        for reader in self.readers.values():
+            for rank in reader.offered.missing:
+                if isinstance(rank, int):
+                    self.unanswered.setdefault(rank, []).append(reader.asked[rank])
 
     @property
     def is_running(self) -> bool:
@@ -57,9 +74,11 @@ class SyncRecord:
         return not self.failure and not self.report
 
     @property
-    def unaccounted(self) -> tuple[str, ...]:
-        """Engine ranks that have not accounted for their bytes."""
-        return tuple(reader for reader in self.readers if reader not in self.reports)
+    def has_waiters(self) -> bool:
+        """Whether somebody waits for this sync."""
+        return any(gate.waiting for gate in self._gates())
+
+    # --- rounds
 
     def published(self, round: int) -> Gate:
         """Returns the gate that waits for each source rank which has this round. Raises WireError if none has."""
@@ -68,6 +87,13 @@ class SyncRecord:
             self._published[round] = Gate(rank for rank in sorted(self.rounds) if self.rounds[rank] > round)
         return self._published[round]
 
+    def publish(self, rank: int, round: int) -> None:
+        """A source rank's bytes of this round are readable. Raises WireError if it did not declare the round."""
+        declared = self.rounds.get(rank, 0)
+        if not 0 <= round < declared:
+            raise WireError(f"source rank {rank} published round {round}; it declared {declared} rounds")
+        self.published(round).arrive(rank)
+
     def read(self, round: int) -> Gate:
         """Returns the gate that waits for every engine rank to have read this round. Raises as `published`."""
         if round not in self._read:
@@ -75,10 +101,73 @@ class SyncRecord:
             self._read[round] = Gate(self.readers)
         return self._read[round]
 
-    @property
-    def has_waiters(self) -> bool:
-        """Whether somebody waits for this sync."""
-        return any(gate.waiting for gate in self._gates())
+    def acknowledge(self, reader: str, until: int) -> None:
+        """An engine rank has all its bytes of every round before `until`."""
+        for round in range(self._acknowledged.get(reader, 0), until):
+            self.read(round).arrive(reader)
+            self._acknowledged[reader] = round + 1
+
+    # --- engine ranks
+
+    def taking_part(self, reader: str) -> Reader:
+        """Returns an engine rank that takes part. Raises SyncError for others."""
+        if reader not in self.readers:
+            raise SyncError(
+                f"{member_name(reader)} takes no part in sync {self.id} of version {self.version}; it does from "
+                f"the next sync on, once its whole replica is connected"
+            )
+        return self.readers[reader]
+
+    def asked(self, rank: int, offer: wire.LinkOffer, refs: int) -> Reader:
+        """Returns the reader that an offer with so many references is for.
+
+        Raises:
+            WireError: the reader takes no part, or did not ask this source rank.
+        """
+        where = f"the offer of source rank {rank} to {member_name(offer.reader)}"
+        reader = self.readers.get(offer.reader)
+        if reader is None or reader.manifest.incarnation != offer.incarnation:
+            raise WireError(f"{where}, incarnation {offer.incarnation!r}, is for no reader of sync {self.id}")
+        if offer.source != rank:
+            raise WireError(f"{where} names source rank {offer.source}")
+        if rank not in reader.asked:
+            raise WireError(f"{where} answers no request")
+        if offer.refs != refs:
+            raise WireError(f"{where} declares {offer.refs} references, {refs} came with it")
+        return reader
+
+    def account(self, report: wire.ReaderReport) -> str:
+        """Takes an engine rank's account; it has read every round then.
+
+        Returns:
+            What does not match; empty if the account is taken.
+
+        Raises:
+            SyncError: it takes no part, is another incarnation, or contradicts its earlier account after the commit.
+        """
+        manifest = self.taking_part(report.reader).manifest
+        name = member_name(report.reader)
+        if report.incarnation != manifest.incarnation:
+            raise SyncError(f"{name} reports as incarnation {report.incarnation!r}, which is gone")
+        if self.reports.get(report.reader) == report:
+            return ""
+        if not self.is_running:
+            raise SyncError(f"{name} reports otherwise than before, after version {self.version} was committed")
+        if report.version != self.version:
+            return f"it pulled version {report.version}"
+        if not report.bytes == report.expected_bytes == manifest.nbytes:
+            return (
+                f"{report.bytes} bytes arrived, {report.expected_bytes} were expected, and the plan that it "
+                f"connected with has {manifest.nbytes}"
+            )
+        if report.digest != manifest.digest:
+            return f"it executed plan {report.digest}, but connected with plan {manifest.digest}"
+        self.reports[report.reader] = report
+        self.acknowledge(report.reader, max(self.rounds.values()))
+        self.accounted.arrive(report.reader)
+        return ""
+
+    # --- the outcome
 
     def end(self, *, failure: str = "", report: bytes = b"") -> None:
         """Sets the outcome and tells everybody who waits."""
@@ -94,12 +183,12 @@ class SyncRecord:
 
     def describe_silence(self) -> str:
         """Returns what keeps this sync from its commit."""
-        late = self.unaccounted
+        late = self.accounted.missing
         return f"no account of the bytes from {member_names(late)}" if late else "the driver did not commit"
 
     def _gates(self) -> list[Gate]:
         offers = [reader.offered for reader in self.readers.values()]
-        return [*self._published.values(), *self._read.values(), *offers, self.ended]
+        return [*self._published.values(), *self._read.values(), *offers, self.accounted, self.ended]
 
     def _check_round(self, round: int) -> None:
         rounds = max(self.rounds.values())

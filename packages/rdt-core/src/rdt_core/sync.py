@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from . import wire
 from .control import Control, ensure_ray, open_coordinator
@@ -206,13 +207,13 @@ class WeightSync:
             self._follow_memory()
         except Exception as error:
             raise self._failed(None, f"source rank {self.rank}", "check", error) from error
-        sync, requests = self._begin(version, timeout_s)
+        readable = self._publisher.readable()
+        sync, requests = self._begin(version, readable, timeout_s)
         phases = {"begin": time.perf_counter() - began}
-        with ThreadPoolExecutor(max_workers=max(1, len(self._clients)), thread_name_prefix="rdt-drive") as pool:
-            drives = [pool.submit(self._drive, one, version, sync, timeout_s, phases) for one in self._clients.values()]
-            failure = self._hold(sync, requests, timeout_s, phases)
-            # every call of a drive has its own deadline, so that this ends
-            failure = next((bad for drive in drives if (bad := drive.exception()) is not None), failure)
+        tasks = [partial(self._drive, one, version, sync, timeout_s, phases) for one in self._clients.values()]
+        if requests or not readable:
+            tasks.insert(0, partial(self._hold, sync, requests, timeout_s, phases))
+        failure = side_by_side(tasks)
         if failure is not None:
             outcome = self._failed(sync, f"source rank {self.rank}", "publish", failure)
             self._abort(version, str(outcome), timeout_s)
@@ -241,21 +242,21 @@ class WeightSync:
             self._publisher = self._make_publisher()
             self._control.join(self._publisher.manifest, self._token)
 
-    def _begin(self, version: int, timeout_s: float) -> tuple[int, list[wire.ReadRequest]]:
+    def _begin(self, version: int, readable: int, timeout_s: float) -> tuple[int, list[wire.ReadRequest]]:
         replicas = sorted(self._clients) if self.rank == 0 else None
         try:
-            return self._control.begin(self.rank, self._token, version, replicas, timeout_s)
+            return self._control.begin(self.rank, self._token, version, replicas, timeout_s, readable=readable)
         except MembershipError:
             # a rank joined again with new addresses: every replica plans again, once
             if self.rank == 0:
                 for client in self._clients.values():
                     self._connect(client, timeout_s)
-            return self._control.begin(self.rank, self._token, version, replicas, timeout_s)
+            return self._control.begin(self.rank, self._token, version, replicas, timeout_s, readable=readable)
 
     def _hold(
         self, sync: int, requests: Sequence[wire.ReadRequest], timeout_s: float, phases: dict[str, float]
-    ) -> BaseException | None:
-        """Makes this rank's bytes readable, round after round, and holds still until they are read."""
+    ) -> None:
+        """Makes this rank's bytes readable, round after round, as fast as readers give back the buckets."""
         phase = "offer"
         try:
             if requests:
@@ -265,26 +266,23 @@ class WeightSync:
             slots, total = self._publisher.slots, self._publisher.rounds
             writing = 0.0
             for number in range(total):
-                phase = "await_read"
-                if number >= slots:
-                    self._control.await_read(self.rank, sync, number - slots, timeout_s)
                 phase = "write"
                 started = time.perf_counter()
                 next(rounds)
                 writing += time.perf_counter() - started
-                self._control.published(self.rank, sync, number)
+                if number + 1 == total:
+                    for _ in rounds:  # lets a source that is iterated run to its end (collectives)
+                        raise SourceError(f"source rank {self.rank} wrote more than its {total} rounds")
+                phase = "publish"
+                # the next round is written into the bucket of this one
+                freed = number + 1 - slots
+                self._control.published(self.rank, sync, number, freed if freed >= 0 else None, timeout_s)
             phases["write"] = writing
-            for _ in rounds:  # lets a source that is iterated run to its end (collectives)
-                raise SourceError(f"source rank {self.rank} wrote more than its {total} rounds")
-            phase = "await_read"
-            for number in range(max(0, total - slots), total):
-                self._control.await_read(self.rank, sync, number, timeout_s)
         except Exception as error:
-            return self._failed(sync, f"source rank {self.rank}", phase, error)
-        return None
+            raise self._failed(sync, f"source rank {self.rank}", phase, error) from error
 
     def _drive(self, client: EngineClient, version: int, sync: int, timeout_s: float, phases: dict[str, float]) -> None:
-        """Takes one replica through the sync, up to the version's stamp. Runs in a thread of its own on rank 0."""
+        """Takes one replica through the sync, up to the version's stamp. On rank 0."""
         for phase in ("pause", "begin", "pull", "finish"):
             started = time.perf_counter()
             deadline = time.monotonic() + timeout_s
@@ -316,8 +314,10 @@ class WeightSync:
                 log.warning("replica %r could not be told that version %d failed: %s", client.name, version, error)
 
     def _resume(self, timeout_s: float) -> None:
-        with ThreadPoolExecutor(max_workers=max(1, len(self._clients)), thread_name_prefix="rdt-resume") as pool:
-            list(pool.map(lambda client: client.resume(deadline=time.monotonic() + timeout_s), self._clients.values()))
+        deadline = time.monotonic() + timeout_s
+        failure = side_by_side([partial(client.resume, deadline=deadline) for client in self._clients.values()])
+        if failure is not None:
+            raise failure
 
     def leave(self) -> None:
         """Leaves the group and releases what links hold. The parameters are left alone. Idempotent."""
@@ -330,3 +330,23 @@ class WeightSync:
         except RdtError as error:
             log.debug("source rank %d: the coordinator did not take the goodbye: %s", self.rank, error)
         self._publisher.close()
+
+
+def side_by_side(tasks: Sequence[Callable[[], None]]) -> BaseException | None:
+    """Runs tasks at once, the first in this thread, and waits for all. Each must have a deadline of its own.
+
+    Returns:
+        What the first of them, in the order given, raised; None if all succeeded.
+    """
+    if not tasks:
+        return None
+    first, *others = tasks
+    failure: BaseException | None = None
+    with ThreadPoolExecutor(max_workers=max(1, len(others)), thread_name_prefix="rdt-drive") as pool:
+        running = [pool.submit(task) for task in others]
+        try:
+            first()
+        except Exception as error:
+            failure = error
+        failures = [failure, *(one.exception() for one in running)]
+    return next((one for one in failures if one is not None), None)

@@ -141,7 +141,7 @@ class LinkOffer(Struct, frozen=True):
     digest: str  # the owner's own digest over what it was asked to serve; the reader compares
     regions: tuple[RegionMeta, ...] = ()
     agent: bytes = b""
-    refs: int = 0  # number of Ray object references that travel beside this message, one per transfer
+    refs: int = 0  # number of Ray object references that travel beside this message
 
 
 class TakenBox(Struct, frozen=True, array_like=True):

@@ -1,29 +1,57 @@
-"""SGLang side of rdt: the room in which the plugin, the scheduler's `pull_weights` and the clients will live.
+"""The SGLang side of rdt: what a stock SGLang's schedulers need to pull their weights, and the clients that drive it.
 
-A stock SGLang whose schedulers are Ray actors will pull its weights the way vLLM's workers do. This version does not
-have it: importing the package works and needs no SGLang, asking for a name raises an error that says what to use today
-and what the engine side will need.
+With this package installed, stock SGLang finds its plugin by its entry point, in Ray mode (`--use-ray`) and with plain
+scheduler processes. Importing this package is cheap and needs no SGLang: a trainer imports the clients only. What runs
+inside an engine is imported late and refuses any SGLang that was not tested, naming the command that mends it.
 """
 
-from importlib import metadata
-from typing import NoReturn
+from __future__ import annotations
 
-from rdt_core.errors import VersionError
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["SglangHttpEngine", "SglangRayEngine"]
+if TYPE_CHECKING:
+    from .clients import SglangHttpEngine, SglangRayEngine
+    from .landing import SglangLanding
+    from .plugin import register
+    from .server import SGLangServer, launch
+    from .versions import MissingSglangError, check_sglang
 
-_FRAMEWORK = "sglang"
-_SUPPORTED = ">=0.5.23"
+__all__ = [
+    "MissingSglangError",
+    "SGLangServer",
+    "SglangHttpEngine",
+    "SglangLanding",
+    "SglangRayEngine",
+    "check_sglang",
+    "launch",
+    "register",
+]
+
+_HOMES = {
+    "MissingSglangError": "versions",
+    "SGLangServer": "server",
+    "SglangHttpEngine": "clients",
+    "SglangLanding": "landing",
+    "SglangRayEngine": "clients",
+    "check_sglang": "versions",
+    "launch": "server",
+    "register": "plugin",
+}
+#: modules that cannot be imported without SGLang itself
+_NEED_SGLANG = frozenset({"landing"})
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name not in __all__:
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        found = f"{_FRAMEWORK} {metadata.version(_FRAMEWORK)}"
-    except metadata.PackageNotFoundError:
-        found = f"no {_FRAMEWORK}"
-    raise VersionError(
-        f"{__name__}.{name} is not in this version yet. Today rdt serves through vLLM (rdt-vllm). {name} will need "
-        f"{_FRAMEWORK}{_SUPPORTED} started with --use-ray (found: {found}): pip install 'rdt-sglang[sglang]'"
-    )
+    if home in _NEED_SGLANG:
+        from .versions import check_sglang
+
+        check_sglang()
+    return getattr(importlib.import_module(f".{home}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -39,8 +39,7 @@ class Trainer:
         with ThreadPoolExecutor(1) as pool:
             driven = pool.submit(drive, version) if drive else None
             control.offer(rank, sync, [offer(one) for one in requests])
-            control.published(rank, sync, 0)
-            control.await_read(rank, sync, 0, WAIT_S)
+            control.published(rank, sync, 0, 0, WAIT_S)
             if driven is None:
                 return control.outcome(sync, rank, WAIT_S)
             driven.result(WAIT_S)
@@ -63,11 +62,9 @@ class Reader:
 
     def pull(self, version: int) -> list[int]:
         """Takes part in the running sync. Returns the source ranks that offered."""
-        sync = self.control.running(version)
-        self.control.await_round(self.name, sync, 0, WAIT_S)
+        sync = self.control.enter(self.name, "first", version, WAIT_S)
         offers, _ = self.control.offers(self.name, "first", WAIT_S)
-        self.control.read(self.name, sync, 0)
-        self.control.done(report(self.name, version), sync)
+        self.control.done(report(self.name, version), sync)()
         return [one.source for one in offers]
 
 

@@ -13,14 +13,17 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-Kind = Literal["llama", "llama-tied", "qwen3", "qwen3-moe"]
+Kind = Literal["llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _BASE: dict[str, Any] = {
@@ -45,14 +48,50 @@ _MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+
+
+#: the router of the third version, as its published configuration names it
+_NOAUX: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
 
 
 def config(kind: Kind, **changes: Any) -> PreTrainedConfig:
     """Returns the configuration of a tiny model.
 
     Args:
-        kind: `llama` (untied embeddings), `llama-tied` (as SmolLM2), `qwen3` (query and key norms) or `qwen3-moe`
-            (8 experts in every layer).
+        kind: `llama` (untied embeddings), `llama-tied` (as SmolLM2), `qwen2` (query, key and value biases), `qwen3`
+            (query and key norms), `qwen3-moe` (8 experts in every layer), `deepseek-v2` or `deepseek-v3` (MLA, without
+            and with a low-rank query; a dense layer, then 8 experts and a shared one).
         changes: fields of the configuration to set otherwise, e.g. `vocab_size=250` for padded vocabularies.
     """
     match kind:
@@ -60,10 +99,17 @@ def config(kind: Kind, **changes: Any) -> PreTrainedConfig:
             return LlamaConfig(**_BASE | changes)
         case "llama-tied":
             return LlamaConfig(**_BASE | {"tie_word_embeddings": True} | changes)
+        case "qwen2":
+            # engines take hidden size / heads for it, whatever the configuration says
+            return Qwen2Config(**_BASE | {"head_dim": _BASE["hidden_size"] // _BASE["num_attention_heads"]} | changes)
         case "qwen3":
             return Qwen3Config(**_BASE | changes)
         case "qwen3-moe":
             return Qwen3MoeConfig(**_BASE | _MOE | changes)
+        case "deepseek-v2":
+            return DeepseekV2Config(**_BASE | _MLA | {"q_lora_rank": None} | changes)
+        case "deepseek-v3":
+            return DeepseekV3Config(**_BASE | _MLA | _NOAUX | changes)
     raise ValueError(f"no tiny model {kind!r}; there are {', '.join(KINDS)}")
 
 
@@ -83,7 +129,7 @@ def build(kind: Kind, *, seed: int = 0, dtype: torch.dtype = torch.float32, **ch
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, seed: int) -> None:
-    """Gives every parameter values that differ by name, place and seed; tied parameters stay tied.
+    """Gives every parameter and stored buffer values that differ by name, place and seed; tied parameters stay tied.
 
     Norms stay near 1, so that logits stay finite and differ clearly between two seeds.
     """
@@ -91,6 +137,10 @@ def fill(model: torch.nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(1 + 0.1 * values if "norm" in name else 0.08 * values)
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            buffer.copy_(0.08 * torch.randn(buffer.shape, generator=generator))
 
 
 def save(model: PreTrainedModel, folder: Path, *, shard_size: str = "5GB") -> Path:

@@ -28,6 +28,16 @@ VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "RDT_TESTBED_CPU_MOE": "1",
 }
+#: what every SGLang process of a test needs on a machine without a GPU, with one or two tensor parallel ranks
+SGLANG_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "OMP_NUM_THREADS": "1",
+    # a CUDA build of torch brings an NCCL that SGLang would load, and then ask for a GPU
+    "SGLANG_NCCL_SO_PATH": "/nonexistent.so",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+}
 GRACE_S = 20.0
 _SHARED = Path("/dev/shm")
 

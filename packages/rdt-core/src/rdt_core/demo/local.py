@@ -53,11 +53,12 @@ class Family:
 
 
 @contextlib.contextmanager
-def cluster(cpus: int) -> Iterator[Family]:
+def cluster(cpus: int, gpus: int = 0) -> Iterator[Family]:
     """Starts Ray here and connects this process to it; at the end nothing of it is left.
 
     Args:
         cpus: logical CPUs, whatever the machine has.
+        gpus: logical GPUs, for engines whose ranks ask for one each even on a CPU; 0: those that the machine has.
 
     Raises:
         RdtError: this process is connected to a cluster already.
@@ -72,6 +73,7 @@ def cluster(cpus: int) -> Iterator[Family]:
         ray.init(
             address="local",  # never somebody's cluster that RAY_ADDRESS names: this one is shut down at the end
             num_cpus=cpus,
+            num_gpus=gpus or None,
             include_dashboard=False,
             namespace=NAMESPACE,
             log_to_driver=False,

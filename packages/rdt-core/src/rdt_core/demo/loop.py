@@ -84,7 +84,7 @@ def run(options: DemoOptions, display: Display | None = None) -> Outcome:
         with display.activity("starting Ray"):
             # logical CPUs: ranks and engine take turns, so that two cores are enough
             cpus = options.trainer_spec.get("ranks") + options.engine_spec.get("tp") + 1
-            family = stack.enter_context(cluster(cpus))
+            family = stack.enter_context(cluster(cpus, gpus=options.engine_spec.get("tp")))
         # both at once: the ranks load the model while the engine warms up
         with display.activity(f"starting {options.trainer} and {options.engine} (the engine takes about 40 s)"):
             trainers = _Trainers(options, model_dir, stack)

@@ -1,6 +1,6 @@
 """What trainers publish: the source protocols, and the sources for modules and for full-tensor iterators."""
 
-from .base import IterableWeightSource, Shard, WeightSource
+from .base import IterableWeightSource, Shard, WatchedSource, WeightSource
 from .iterable import IterableSource
 from .module import ModuleSource
 from .names import FusedExperts, NameRule, Part, Renamed
@@ -14,5 +14,6 @@ __all__ = [
     "Part",
     "Renamed",
     "Shard",
+    "WatchedSource",
     "WeightSource",
 ]

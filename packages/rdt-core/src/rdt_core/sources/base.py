@@ -1,13 +1,14 @@
 """What a trainer gives rdt: the names of the whole model, and this rank's shards as views.
 
-A source never gathers. `shards` is called again before each sync, to notice memory that moved; it must be cheap.
+A source never gathers. `shards` is called again before each sync, to notice memory that moved; it must be cheap. A source
+that makes its views anew each time had better be a `WatchedSource` too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -44,6 +45,15 @@ class WeightSource(Protocol):
 
     def ignored(self) -> Sequence[str]:
         """Names that an engine need not take (a tied copy, a frozen head that engines do not have)."""
+        ...
+
+
+@runtime_checkable
+class WatchedSource(Protocol):
+    """A `WeightSource` that knows more cheaply than by its shards whether their memory is where it was."""
+
+    def fingerprint(self) -> Any:
+        """Differs from an earlier one (`==`) when any shard moved, was resized, appeared or went. Runs in every sync."""
         ...
 
 

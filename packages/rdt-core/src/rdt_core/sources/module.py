@@ -149,6 +149,19 @@ class ModuleSource:
                 shards.append(Shard(piece.name, piece.offset, view))
         return shards
 
+    def fingerprint(self) -> Any:
+        """See `WatchedSource.fingerprint`: where each parameter lies, and how; no view is made.
+
+        Raises:
+            SourceError: as `shards`.
+        """
+        check_sharded(self._groups)
+        marks = []
+        for entry in self._entries:
+            local = self._local(entry)
+            marks.append((local.data_ptr(), _layout(entry, local)))
+        return marks
+
     def _find(self, include_buffers: bool | Sequence[str]) -> Iterator[_Entry]:
         flat = flat_parameters(self.module)
         for tensor, name, owner, key, buffer in _tensors(self.module):

@@ -70,7 +70,7 @@ class SourceEndpoint(Protocol):
         ...
 
     def offer(self, transfers: tuple[wire.Transfer, ...], regions: dict[int, Region]) -> list[Any]:
-        """Things that must travel beside the offer by Ray's own means: one ObjectRef per transfer, or nothing."""
+        """Things that must travel beside the offer by Ray's own means: an ObjectRef, or nothing."""
         ...
 
     def close(self) -> None:

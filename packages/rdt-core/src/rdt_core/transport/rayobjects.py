@@ -11,16 +11,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from .. import wire
 from ..errors import DeadlineError, TransportError
-from . import ranges
+from . import ranges, tables
 from .base import Copies, PreparedTransfer, Region
 from .prepared import NixlSource, Registry, ray_agent
 
-_COLUMNS = 5
+_FETCH_S = 60.0  # for a few hundred bytes
 
 
 class RaySource(NixlSource):
@@ -35,7 +34,10 @@ class RaySource(NixlSource):
     def offer(self, transfers: tuple[wire.Transfer, ...], regions: dict[int, Region]) -> list[Any]:
         """Makes one object of each transfer: its rows, in order, each a contiguous view of the region.
 
-        The references must reach the reader inside a list, as an argument or result of actor calls.
+        Returns:
+            One reference to a plain object that holds the references to those. It must reach the reader inside a list, as
+            an argument or result of actor calls. Whoever hands it on never looks inside: reading a reference to tensors
+            makes Ray import torch, which takes a process that has not done so long.
 
         Raises:
             TransportError: a read leaves its region, or Ray refuses.
@@ -54,7 +56,7 @@ class RaySource(NixlSource):
                 ) from error
             refs.append(ref)
         self._kept.append(refs)
-        return refs
+        return [ray.put(refs)]
 
     def close(self) -> None:
         """Drops the objects; the registrations stay (see `NixlSource.close`)."""
@@ -62,20 +64,15 @@ class RaySource(NixlSource):
 
 
 def _views(transfer: wire.Transfer, regions: dict[int, Region], where: str) -> list[torch.Tensor]:
-    columns = np.frombuffer(transfer.columns, dtype="<i8").astype(np.int64)
-    if len(columns) != _COLUMNS * transfer.count:
-        raise TransportError(f"{where}: {len(columns)} numbers for {transfer.count} reads, expected {_COLUMNS} each")
-    region, offset, pitch, rows, row_bytes = columns.reshape(_COLUMNS, transfer.count)
-    zero = np.zeros_like(rows)
     # destinations stand in for the reader's: only the owner's side is checked here
-    reads = Copies(region, offset, pitch, zero, zero, row_bytes, rows, row_bytes)
+    copies = tables.reads(transfer)
     ranges.check(
-        reads,
+        copies,
         {key: value.tensor.numel() for key, value in regions.items()},
-        [int((rows * row_bytes).max(initial=0))],
+        [int((copies.rows * copies.row_bytes).max(initial=0))],
         where,
     )
-    expanded = ranges.rows(reads)
+    expanded = ranges.rows(copies)
     tensors = {key: value.tensor for key, value in regions.items()}
     return [
         tensors[key][start : start + size]
@@ -101,12 +98,24 @@ class RayReader:
         self._registry.add(tensor, "a destination")
 
     def connect(self, source: wire.SourceManifest, offer: wire.LinkOffer, refs: list[Any]) -> None:
-        """See `ReaderEndpoint.connect`. `refs` has one reference for each transfer of the request."""
+        """See `ReaderEndpoint.connect`. `refs` is what `RaySource.offer` returned."""
         self._where = f"ray link from source rank {source.rank} (pid {source.node.pid} on {source.node.hostname})"
-        if len(refs) != offer.refs:
-            raise TransportError(f"{self._where}: {len(refs)} object references came with an offer of {offer.refs}")
+        if len(refs) != offer.refs or len(refs) != 1:
+            raise TransportError(
+                f"{self._where}: {len(refs)} references came with an offer of {offer.refs}, expected one"
+            )
+        import ray
+
+        try:
+            inside = ray.get(refs[0], timeout=_FETCH_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineError(f"{self._where}: its object references did not arrive within {_FETCH_S:g} s") from error
+        except ray.exceptions.RayError as error:
+            raise TransportError(
+                f"{self._where}: its object references are gone, its process may have ended"
+            ) from error
         self._regions = {meta.id: meta for meta in (*source.regions, *offer.regions)}
-        self._refs = list(refs)
+        self._refs = list(inside)
 
     def prepare(self, index: int, copies: Copies, destinations: list[torch.Tensor]) -> PreparedTransfer:
         """See `ReaderEndpoint.prepare`. `copies` are the reads of transfer `index`, in its order: one target a row."""

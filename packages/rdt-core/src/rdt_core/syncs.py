@@ -1,0 +1,156 @@
+"""The syncs of a group, one after the other: the one that runs, its waits and watchdog, and how the latest ones failed.
+
+The coordinator's half that decides outcomes: the first failure of a sync is everybody's, a deadline that passes is a
+failure, and so is a sync that everybody forgot. It refuses calls that belong to a sync that is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Mapping
+
+from .errors import DeadlineError, SyncError
+from .gates import Gate, member_name, member_names
+from .members import Members, Reader
+from .record import SyncRecord
+
+_HISTORY = 64
+
+
+class Syncs:
+    """The syncs of one group. For one event loop.
+
+    Args:
+        members: of the group; replicas of a sync that fails may become torn.
+        stall_timeout_s: a running sync in which nobody waits and nobody called for so many seconds has failed.
+
+    Attributes:
+        latest: the last sync that was started, over or not.
+        last_failure: of the latest sync that failed, empty if none did.
+    """
+
+    def __init__(self, members: Members, stall_timeout_s: float) -> None:
+        self.stall_timeout_s = stall_timeout_s
+        self.latest: SyncRecord | None = None
+        self.last_failure = ""
+        self._members = members
+        self._count = 0
+        self._failures: dict[int, str] = {}
+
+    @property
+    def running(self) -> SyncRecord | None:
+        """The sync that has no outcome yet."""
+        return self.latest if self.latest is not None and self.latest.is_running else None
+
+    def start(
+        self, version: int, replicas: tuple[str, ...], readers: Mapping[str, Reader], timeout_s: float
+    ) -> SyncRecord:
+        """Makes the running sync.
+
+        Args:
+            version: what is synced.
+            replicas: that take part.
+            readers: their engine ranks, by name.
+            timeout_s: deadline of the longest wait of its members, in seconds.
+        """
+        self._count += 1
+        rounds = {rank: source.status.rounds for rank, source in self._members.sources.items()}
+        # engines may take a deadline each to pause, to get ready and to start pulling before they call here
+        idle_s = max(self.stall_timeout_s, 3 * timeout_s)
+        record = self.latest = SyncRecord(self._count, version, rounds, replicas, readers, idle_s)
+        loop = asyncio.get_running_loop()
+        record.touched = loop.time()
+        record.watchdog = loop.call_later(idle_s, self._watch, record)
+        return record
+
+    def find(self, sync: int) -> SyncRecord:
+        """Returns the latest sync if this is its id and it did not fail; it counts as called for.
+
+        Raises:
+            SyncError: it failed, or is not the latest.
+        """
+        record = self.latest
+        if record is None or record.id != sync:
+            if sync in self._failures:
+                raise SyncError(self._failures[sync])
+            latest = f"the latest is sync {record.id} of version {record.version}" if record else "none has begun"
+            raise SyncError(f"stale: sync {sync} of group {self._members.group!r} is over; {latest}")
+        if record.failure:
+            raise SyncError(record.failure)
+        record.touched = asyncio.get_running_loop().time()
+        return record
+
+    def failure(self, sync: int) -> str | None:
+        """Returns how a sync failed, as far as it is remembered."""
+        return self._failures.get(sync)
+
+    def fail(self, record: SyncRecord, member: str, phase: str, problem: str) -> str:
+        """Fails a sync unless it has an outcome; returns the failure that counts (empty if it was committed)."""
+        if not record.is_running:
+            return record.failure
+        failure = self.last_failure = self._failures[record.id] = describe(record.version, member, phase, problem)
+        while len(self._failures) > _HISTORY:
+            del self._failures[next(iter(self._failures))]
+        for name in record.pulling:
+            replica = self._members.replicas.get(name)
+            if replica is not None:
+                replica.version, replica.torn = None, failure
+        record.end(failure=failure)
+        return failure
+
+    def lost(self, reader: Reader | None, phase: str, problem: str) -> None:
+        """An engine rank went away: fails the running sync if it takes part."""
+        running = self.running
+        if reader is not None and running is not None and running.readers.get(reader.name) is reader:
+            self.fail(running, member_name(reader.name), phase, problem)
+
+    async def wait(
+        self,
+        gate: Gate,
+        timeout_s: float,
+        what: str,
+        record: SyncRecord | None = None,
+        member: Hashable = None,
+        phase: str = "",
+    ) -> None:
+        """Waits at a gate; a deadline fails the sync `record` for everybody, in the name of `member`.
+
+        Raises:
+            DeadlineError: names who is missing.
+            RdtError: what the gate's waiters were told meanwhile.
+        """
+        try:
+            await gate.wait(timeout_s)
+        except TimeoutError:
+            if record is not None and gate is record.ended:
+                problem = f"{late(timeout_s, what, ())}; {record.describe_silence()}"
+            else:
+                problem = late(timeout_s, what, gate.missing)
+            if record is not None and record.is_running:
+                raise DeadlineError(self.fail(record, member_name(member), phase, problem)) from None
+            raise DeadlineError(f"group {self._members.group!r}: {problem}") from None
+
+    def _watch(self, record: SyncRecord) -> None:
+        """Fails a sync that everybody forgot: waits have deadlines of their own, so only idle time counts."""
+        if not record.is_running:
+            return
+        loop = asyncio.get_running_loop()
+        if record.has_waiters:
+            record.touched = loop.time()
+        left = record.touched + record.idle_s - loop.time()
+        if left > 0:
+            record.watchdog = loop.call_later(left, self._watch, record)
+        else:
+            problem = f"no member called for {record.idle_s:g} s; {record.describe_silence()}"
+            self.fail(record, "the group", "stall", problem)
+
+
+def describe(version: int, member: str, phase: str, problem: str) -> str:
+    """Returns the message of a sync that failed."""
+    return f"version {version}: {member} failed in {phase}: {problem}"
+
+
+def late(timeout_s: float, what: str, missing: tuple[Hashable, ...]) -> str:
+    """Returns the message of a deadline that passed."""
+    silent = f"; no answer from {member_names(missing)}" if missing else ""
+    return f"waited {timeout_s:g} s for {what}{silent}"

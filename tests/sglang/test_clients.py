@@ -1,0 +1,254 @@
+"""The clients' order of calls and what they refuse, against a server that records. Real ones: test_routes, test_server."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rdt_core.engines import ConnectInfo, EngineClient
+from rdt_core.errors import DeadlineError, EngineError
+from rdt_sglang import SglangHttpEngine, SglangRayEngine
+
+pytestmark = pytest.mark.unit
+
+INFO = ConnectInfo(
+    group="g", replica="r", namespace="rdt", address="head:1", kinds=("mapped", "prepared"), timeout_s=30.0
+)
+
+
+class Recorder:
+    """Answers as SGLang does, and remembers what was asked. `answers` overrides by path: (status, body)."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.version = "default"
+        self.delay_s = 0.0
+        self.settings = {"tp_size": 2, "pp_size": 1, "dp_size": 1, "tokenizer_worker_num": 1}
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer(None)
+
+            def do_POST(self) -> None:
+                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def answer(self, body: Any) -> None:
+                status, told = recorder.reply(self.path.strip("/"), body, dict(self.headers))
+                raw = (told if isinstance(told, str) else json.dumps(told)).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+
+            def log_message(self, *_args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.headers: dict[str, str] = {}
+
+    def reply(self, path: str, body: Any, headers: dict[str, str]) -> tuple[int, Any]:
+        self.headers = headers
+        name = f"{path}:{body['call']}" if path == "rdt/weights" else path
+        self.asked.append((name, body))
+        time.sleep(self.delay_s)
+        if name in self.answers:
+            return self.answers[name]
+        if path == "server_info":
+            return 200, self.settings
+        if path == "update_weight_version":
+            self.version = body["new_version"]
+        if path == "model_info":
+            return 200, {"weight_version": self.version}
+        if path == "flush_cache":
+            return 200, "Cache flushed.\n"
+        if path == "rdt/weights":
+            return 200, {"results": [{"rank": rank} for rank in range(2)]}
+        return 200, {"status": "ok"}
+
+    @property
+    def order(self) -> list[str]:
+        return [name for name, _ in self.asked]
+
+    def body(self, name: str) -> Any:
+        return dict(self.asked)[name]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def server() -> Iterator[Recorder]:
+    recorder = Recorder()
+    yield recorder
+    recorder.close()
+
+
+def soon(seconds: float = 10) -> float:
+    return time.monotonic() + seconds
+
+
+def sync(client: Any, version: int = 7) -> None:
+    client.pause(deadline=soon())
+    client.begin(version, deadline=soon())
+    client.pull(version, deadline=soon())
+    client.finish(version, deadline=soon())
+    client.resume(deadline=soon())
+
+
+def test_a_whole_sync_in_order(server):
+    client = SglangHttpEngine(server.url, name="a", selector="target", headers={"Authorization": "Bearer k"})
+    assert isinstance(client, EngineClient)
+    assert client.version(deadline=soon()) is None
+    client.connect(INFO, deadline=soon())
+    prepared = server.body("rdt/weights:prepare")["arguments"]["info"]
+    assert prepared["selector"] == "target"
+    assert prepared["group"] == "g"
+    assert prepared["kinds"] == ["mapped", "prepared"]
+    server.asked.clear()
+    sync(client)
+    assert server.order == [
+        "pause_generation", "rdt/weights:begin", "rdt/weights:pull", "rdt/weights:finish", "flush_cache",
+        "update_weight_version", "model_info", "continue_generation",
+    ]  # fmt: skip
+    assert server.body("pause_generation") == {"mode": "retract"}
+    assert server.body("update_weight_version") == {"new_version": "7", "abort_all_requests": False}
+    begun = server.body("rdt/weights:begin")
+    assert begun["arguments"]["timeout_s"] < begun["timeout_s"] < 10
+    assert client.version(deadline=soon()) == 7
+    assert server.headers["Authorization"] == "Bearer k"
+
+
+def test_a_kept_cache_is_not_dropped(server):
+    sync(SglangHttpEngine(server.url, pause="in_place", cache="keep"))
+    assert "flush_cache" not in server.order
+    assert server.body("pause_generation") == {"mode": "in_place"}
+
+
+def test_a_cache_that_is_not_dropped_leaves_the_version_as_it_was(server):
+    server.answers["flush_cache"] = (400, "Flush cache failed.\n")
+    with pytest.raises(EngineError, match=r"Flush cache failed.*pause='retract', or cache='keep'"):
+        sync(SglangHttpEngine(server.url))
+    assert "update_weight_version" not in server.order
+    assert "continue_generation" not in server.order
+
+
+def test_a_version_that_is_not_reported_back_is_an_error(server):
+    server.answers["model_info"] = (200, {"weight_version": "6"})
+    with pytest.raises(EngineError, match="given version 7 and says that it serves '6'"):
+        sync(SglangHttpEngine(server.url))
+    assert "continue_generation" not in server.order
+
+
+def test_every_rank_must_be_reached(server):
+    server.settings["tp_size"] = 4
+    with pytest.raises(EngineError, match=r"has 4 schedulers, and ranks \[0, 1\] answered"):
+        SglangHttpEngine(server.url).connect(INFO, deadline=soon())
+
+
+@pytest.mark.parametrize(("setting", "told"), [("tokenizer_worker_num", "tokenizer workers"), ("dp_size", "replica")])
+def test_engines_that_are_not_one_are_refused(server, setting, told):
+    server.settings[setting] = 2
+    with pytest.raises(EngineError, match=told):
+        SglangHttpEngine(server.url).connect(INFO, deadline=soon())
+    assert server.order == ["server_info"]
+
+
+def test_an_abort_is_told_only_where_something_began(server):
+    client = SglangHttpEngine(server.url)
+    client.abort(7, "why", deadline=soon())
+    assert server.order == []
+    client.begin(7, deadline=soon())
+    client.abort(7, "why", deadline=soon())
+    client.abort(7, "why", deadline=soon())
+    assert server.order == ["rdt/weights:begin", "rdt/weights:abort"]
+    assert server.body("rdt/weights:abort")["arguments"] == {"reason": "version 7: why"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "told"),
+    [
+        ((404, "nothing here"), EngineError, "has no route rdt/weights: rdt-sglang is not installed"),
+        ((401, '{"error":"Unauthorized"}'), EngineError, "Authorization"),
+        ((500, {"error": {"type": "EngineError", "message": "scheduler 1: no"}}), EngineError, "scheduler 1: no"),
+        (
+            (504, {"error": {"type": "DeadlineError", "message": "scheduler 1: late"}}),
+            DeadlineError,
+            "scheduler 1: late",
+        ),
+        ((400, {"error": {"type": "WireError", "message": "odd"}}), EngineError, "odd"),
+        ((500, "Internal Server Error"), EngineError, "status 500: Internal"),
+        ((200, "hm"), EngineError, "answered no results"),
+    ],
+)
+def test_what_a_failed_call_says(server, answer, kind, told):
+    server.answers["rdt/weights:pull"] = answer
+    with pytest.raises(kind, match=told) as raised:
+        SglangHttpEngine(server.url, name="a").pull(7, deadline=soon())
+    assert type(raised.value) is kind
+    assert str(raised.value).startswith("replica 'a': ")
+
+
+def test_a_silent_server_costs_no_more_than_the_deadline(server):
+    server.delay_s = 3.0
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"pause_generation was not answered within 0\.\d s"):
+        SglangHttpEngine(server.url).pause(deadline=soon(0.5))
+    assert time.monotonic() - began < 2
+    with pytest.raises(DeadlineError, match="was not sent"):
+        SglangHttpEngine(server.url).pause(deadline=time.monotonic() - 1)
+
+
+def test_no_server(server):
+    server.close()
+    with pytest.raises(EngineError, match="no answer"):
+        SglangHttpEngine(server.url).health(deadline=soon())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"pause": "in_place"}, "cache='keep'"),
+        ({"pause": "abort"}, "choose one of retract, in_place"),
+        ({"cache": "drop"}, "choose one of reset, keep"),
+        ({"selector": "both"}, "choose one of target, draft, all"),
+    ],
+)
+def test_choices_that_cannot_work(options, told):
+    with pytest.raises(EngineError, match=told):
+        SglangHttpEngine("http://host:1", **options)
+
+
+def test_targets_that_cannot_work():
+    with pytest.raises(EngineError, match="no URL"):
+        SglangHttpEngine("host:1")
+    with pytest.raises(EngineError, match="needs a name"):
+        SglangRayEngine([object()], name="", control="http://host:1")
+    with pytest.raises(EngineError, match="say who does with control="):
+        SglangRayEngine([object()], name="a")
+    with pytest.raises(EngineError, match="no scheduler actors"):
+        SglangRayEngine([], name="a", control="http://host:1")
+    with pytest.raises(EngineError, match="belongs to a list"):
+        SglangRayEngine(object(), name="a", control="http://host:1")
+    with pytest.raises(EngineError, match="no handle of an SGLangServer"):
+        SglangRayEngine(object(), name="a")
+
+
+def test_a_client_travels_to_another_process(server):
+    client = pickle.loads(pickle.dumps(SglangHttpEngine(server.url, pause="in_place", cache="keep")))
+    sync(client)
+    assert client.version(deadline=soon()) == 7

@@ -1,0 +1,49 @@
+"""`SGLangServer`: ranks in given bundles over two nodes, requests in flight over syncs, a crash, and a new start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rdt_testbed.programs import SGLANG_ENVIRONMENT, run
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+
+
+def test_a_server_serves_syncs_crashes_and_starts_again():
+    found = run(HERE / "server_program.py", timeout_s=590, environment=SGLANG_ENVIRONMENT)
+    assert all(name.startswith("sglang 0.5.") for name in found["names"])
+    assert found["before"] is None
+    *before, last = found["syncs"]
+    for entry in found["syncs"]:
+        assert entry["said"] == entry["version"], entry
+        assert entry["stamped"] == [str(entry["version"])], entry
+        assert entry["error"] < 1e-4, entry
+    assert [entry["readers"] for entry in before] == [2, 2]
+    assert last["readers"] == 1
+
+    # every token is delivered; after "retract" even the earlier tokens' keys and values are those of the new weights
+    for mode in ("retract", "in_place"):
+        flight = found[mode]
+        assert flight["tokens"] == 160, flight
+        assert flight["finish"] == "length"
+        assert 0 < flight["switch"] < 160
+        assert flight["said"]
+    assert found["retract"]["error"] < 1e-3
+    assert found["in_place"]["error"] > 1e-2
+    assert found["imported"] == [False, False]
+
+    for error in found["killed"]:
+        assert "SyncError" in error or "EngineError" in error, error
+        assert "scheduler 1 of 2 died" in error, error
+    assert found["killed_after_s"] < 60
+    assert "is dead: scheduler 1 of 2 died" in found["waiting"]
+    assert found["alive"] is False
+    assert "is dead: scheduler 1 of 2 died" in found["reason"]
+    assert found["files"]
+    assert found["left_by_crash"] == []
+    assert found["before_again"] is None
+    assert found["left"] == []
