@@ -12,6 +12,7 @@ import torch
 from rdt_core.control import LocalControl
 from rdt_core.coordinator import Coordinator
 from rdt_core.errors import CoverageError, MembershipError, RdtError, SyncError, TornReplicaError
+from rdt_core.publisher import Publisher
 from rdt_core.replica import ModuleReplica, ModuleWorker
 from rdt_core.sources.base import Shard
 from rdt_core.sync import WeightSync
@@ -228,6 +229,19 @@ def test_unchanged_weights_change_nothing(group):
     list(made.pool.map(lambda sync: sync.publish(2), made.syncs))
     after = made.workers[0].state()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_copies_without_a_cast_move_bits_and_not_floats(monkeypatch):
+    # CUDA's batched copy takes 16-bit floats through float32, which alters NaNs; on a CPU only the dtypes can tell
+    source = Sharded(0, 1, torch.bfloat16, "bfloat16")
+    publisher = Publisher(
+        source, group="g", rank=0, world_size=1, mode="snapshot", kinds=("local",), exchange=LocalExchange()
+    )
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda into, out: seen.extend(t.dtype for t in (*into, *out)))
+    next(publisher.rounds_written())
+    assert set(seen) == {torch.int16}
+    publisher.close()
 
 
 def test_cast_to_the_wire_dtype_is_a_snapshot_and_replayed_into_the_engine(group):

@@ -25,6 +25,9 @@ def main(kind: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
     with local_cluster(gpus=1), engines.engine(folder / "a", 1) as engine:
         (actor,) = engines.actors_of(engine)
         results["status"] = engines.call([actor], "weights_status")[0]
+        before = engines.probe([actor], engines.fingerprints)[0]
+        engines.generate(engine)  # some tensors are made by the first forward pass
+        results["made_late"] = sorted(set(engines.probe([actor], engines.fingerprints)[0]) - set(before))
         oracle = {}
         for name in ("b", "c"):
             engines.load_from_disk(engine, folder / name)

@@ -205,11 +205,12 @@ class Publisher:
                     byte_offset=offset, strides=tuple(copy.stride()),
                 )
             )  # fmt: skip
-        parameters = [shard.tensor for shard in shards]
+        pairs = [_as_bits(copy, shard.tensor) for copy, shard in zip(copies, shards, strict=True)]
+        into, out = [copy for copy, _ in pairs], [parameter for _, parameter in pairs]
 
         def write() -> None:
-            if copies:
-                torch._foreach_copy_(copies, parameters)
+            if into:
+                torch._foreach_copy_(into, out)
 
         self._write = write
         return metas
@@ -407,5 +408,17 @@ class Publisher:
 
 def _copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     with torch.no_grad():
-        for target, value in zip(targets, values, strict=True):
+        for target, value in map(_as_bits, targets, values):
             target.copy_(value)
+
+
+#: integers by bytes of an element
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_bits(target: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as integers where no cast is wanted: CUDA's batched copy takes 16-bit floats through float32, which alters NaNs."""
+    bits = _BITS.get(value.element_size())
+    if target.dtype != value.dtype or bits is None:
+        return target, value
+    return target.view(bits), value.detach().view(bits)
