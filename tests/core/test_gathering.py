@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rdt_core import wire
 from rdt_core.errors import TransportError
-from rdt_core.transport import Copies, CopyProgram, can_map, gathering
+from rdt_core.transport import Copies, CopyProgram, can_map, copying, gathering
 from rdt_core.transport.gathering import Launch, Spans, split
 from rdt_core.transport.mapped import MappedReader
 
@@ -238,6 +238,18 @@ def test_gathering_into_a_cpu_is_refused() -> None:
 def test_missing_means_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install triton" in str(gathering.unavailable())
+
+
+def test_without_triton_torch_copies_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copying.default_engine.cache_clear()
+    assert copying.default_engine() == "gather"
+    copying.default_engine.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert copying.default_engine() == "foreach"
+    assert "Triton is not installed" in caplog.text
+    copying.default_engine.cache_clear()
 
 
 def test_a_reader_without_a_gpu_maps_no_gpu_memory() -> None:

@@ -7,7 +7,9 @@ copies between CUDA memory; one that cannot work here is an error. Refuses copie
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -17,11 +19,10 @@ from ..errors import TransportError
 from . import gathering, ranges
 from .base import Copies
 
-#: How bytes move between CUDA memory: `foreach` is torch's batched copy (on one device; across devices it is one copy
-#: after the other), `gather` the kernel of `gathering`.
+log = logging.getLogger(__name__)
+
+#: How bytes move between CUDA memory: `gather` is the kernel of `gathering`, `foreach` torch's batched copy.
 Engine: TypeAlias = Literal["foreach", "gather"]
-#: on one device; memory of another one, opened in the reader's context, is gathered (see `mapped`)
-DEFAULT_ENGINE: Engine = "foreach"
 
 _WIDTHS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 #: bytes below which numpy's lower cost a call (0.3 us against 1 us) beats torch's threads on a CPU
@@ -38,7 +39,7 @@ class CopyProgram:
         sources: 1-D uint8 tensors by region id.
         destinations: 1-D uint8 tensors, indexed by `copies.destination`.
         where: names the copies in errors.
-        engine: between CUDA memory; default: `DEFAULT_ENGINE`. Without effect where a side lies on a CPU.
+        engine: between CUDA memory; default: `default_engine()`. Without effect where a side lies on a CPU.
 
     Raises:
         TransportError: a copy leaves its source or destination, or the engine cannot work here.
@@ -115,10 +116,22 @@ class CopyProgram:
             program.run()
 
 
+@lru_cache(maxsize=1)
+def default_engine() -> Engine:
+    """`gather` wherever Triton is installed: it is faster for pieces of every size, and most for the smallest."""
+    reason = gathering.unavailable()
+    if reason is None:
+        return "gather"
+    log.warning(
+        "copies between CUDA memory are made by torch, small pieces several times slower than could be: %s", reason
+    )
+    return "foreach"
+
+
 def _engine(source: torch.Tensor, destination: torch.Tensor, wanted: Engine | None) -> Engine:
     if not source.device.type == destination.device.type == "cuda":
         return "foreach"
-    return wanted or DEFAULT_ENGINE
+    return wanted or default_engine()
 
 
 def _gather(

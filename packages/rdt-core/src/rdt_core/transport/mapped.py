@@ -9,7 +9,6 @@ process.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import warnings
@@ -20,14 +19,11 @@ import torch
 
 from .. import cudadriver, memory, wire
 from ..errors import TransportError
-from . import gathering
 from .base import Copies, PreparedTransfer, Region
 from .copying import CopyProgram, Engine
 from .direct import MemoryTransfer, stream_for
 from .memory_local import region_meta
 from .nodes import device_uuid, local_device, node, same_node, start_time
-
-log = logging.getLogger(__name__)
 
 
 class _Mapping(wire.Struct, frozen=True, kw_only=True):
@@ -109,7 +105,7 @@ class MappedReader:
     """The reader's half of `mapped`; see `ReaderEndpoint`.
 
     Args:
-        engine: that copies between CUDA memory; default: `gather` out of another GPU's memory, else as `CopyProgram`.
+        engine: that copies between CUDA memory; default: as `CopyProgram`.
     """
 
     kind = "mapped"
@@ -162,8 +158,6 @@ class MappedReader:
                     "use kind 'local' when trainer and engine share a process"
                 )
             device = local_device(mapping.device_uuid) if self._device is None else self._device
-            if device_uuid(torch.device("cuda", device)) != mapping.device_uuid and self._engine is None:
-                self._engine = _across(where)
             return cudadriver.open_exported(mapping.handle, mapping.offset, mapping.nbytes, device).tensor()
         return _map_file(mapping, where)
 
@@ -249,15 +243,6 @@ def can_map(mine: wire.NodeMeta, theirs: wire.NodeMeta, region: wire.RegionMeta)
             if reason is not None:
                 return f"it lies on GPU {theirs.device_uuid}, the reader's is {mine.device_uuid or 'none'}: {reason}"
     return None
-
-
-def _across(where: str) -> Engine:
-    """The engine for another GPU's memory: the kernel; without Triton torch's batches, at a third of its rate or more."""
-    reason = gathering.unavailable()
-    if reason is None:
-        return "gather"
-    log.warning("%s: small pieces out of another GPU's memory move slower than they could: %s", where, reason)
-    return "foreach"
 
 
 def _cannot_reach(mine: str, theirs: str, region: wire.RegionMeta) -> str | None:
