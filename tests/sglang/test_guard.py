@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,9 +35,48 @@ def test_nothing_opens_before_the_pause_is_acknowledged():
 
 
 def test_a_resume_takes_the_acknowledgement_back(state):
-    state.resumed()
+    assert state.leave_pause() is None
     with pytest.raises(DeadlineError):
         state.open(1, 0.0)
+
+
+def test_no_resume_once_a_sync_is_open(state):
+    state.open(1, 5.0)
+    assert state.leave_pause() == "version 1 is being received"
+    assert state.paused == "retract"
+
+
+def continuing(state: SyncState, monkeypatch: pytest.MonkeyPatch, others: list[str | None]) -> tuple[bool, list[bool]]:
+    """Runs the hook with ranks that say `others`; whether it went on, and whether a sync could begin meanwhile."""
+    begun, went_on = [], []
+
+    def gather(own: str | None) -> list[str | None]:
+        begun.append(can_open(state))
+        return [own, *others]
+
+    monkeypatch.setattr(guard, "_control", lambda: SimpleNamespace(gather=gather))
+    scheduler = SimpleNamespace(_rdt_sync_state=state)
+    guard.around_continue(lambda *_: went_on.append(can_open(state)), scheduler, None)
+    return bool(went_on), begun + went_on
+
+
+def can_open(state: SyncState) -> bool:
+    try:
+        state.open(9, 0.0)
+    except DeadlineError:
+        return False
+    return True
+
+
+def test_no_sync_begins_while_ranks_agree_to_go_on(state, monkeypatch):
+    assert continuing(state, monkeypatch, [None]) == (True, [False, False])
+    assert state.paused is None
+
+
+def test_no_rank_goes_on_if_another_must_not(state, monkeypatch):
+    assert continuing(state, monkeypatch, ["its weights are torn"]) == (False, [False])
+    assert state.paused == "retract"
+    assert can_open(state)
 
 
 def test_a_complete_sync(state):

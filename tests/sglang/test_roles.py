@@ -124,6 +124,23 @@ def test_a_derived_tensor_that_moves_is_an_error(models):
         landing.finish()
 
 
+def test_base_weights_behind_adapters_are_reached(models):
+    from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+    class Repacking:  # the method of the wrapped layer is what counts, and the wrapper only forwards it
+        pass
+
+    target, _ = models
+    weight = target.body.weight
+    target.body = BaseLayerWithLoRA(target.body, None)
+    target.body.quant_method = Repacking()
+    landing = land([("target", runner(target))])
+    trace = landing.trace(METAS[:2])
+    assert trace.taken == ("embed.weight", "layer.weight")
+    (key,) = [piece.destination for piece in trace.slices if piece.name == "layer.weight"]
+    assert landing.storage(key).data_ptr() == weight.data_ptr()
+
+
 def test_no_model_is_an_error():
     with pytest.raises(EngineError, match="r/0: there is no model to update"):
         land([])

@@ -84,7 +84,7 @@ def test_nothing_before_it_is_connected(scheduler, monkeypatch):
 
 
 def test_begin_waits_for_this_schedulers_own_pause(weights, scheduler):
-    state_of(scheduler).resumed()
+    state_of(scheduler).leave_pause()
     with pytest.raises(DeadlineError, match="acknowledged no pause"):
         weights.begin(3, 0.05)
     assert phase(weights) == ("idle", None, None)

@@ -57,20 +57,22 @@ class SyncState:
             self.paused = mode
             self._changed.notify_all()
 
-    def resumed(self) -> None:
-        """The event loop generates again."""
+    def leave_pause(self) -> str | None:
+        """The event loop is about to generate again: from here no sync can begin.
+
+        Returns:
+            Why it must stay paused, and then the pause stands; None if it may go on.
+        """
         with self._changed:
-            self.paused = None
+            held = self._held()
+            if held is None:
+                self.paused = None
+            return held
 
     def held(self) -> str | None:
         """Why the scheduler must stay paused; None if it may go on."""
         with self._changed:
-            self._expire()
-            if self.phase == "idle":
-                return None
-            if self.phase == "torn":
-                return f"its weights are torn ({self.reason})"
-            return f"version {self.version} is being received"
+            return self._held()
 
     def torn(self) -> str | None:
         """Why the scheduler's weights are of two versions; None while they are not."""
@@ -184,6 +186,14 @@ class SyncState:
 
     # ------------------------------------------------------------------ inside
 
+    def _held(self) -> str | None:
+        self._expire()
+        if self.phase == "idle":
+            return None
+        if self.phase == "torn":
+            return f"its weights are torn ({self.reason})"
+        return f"version {self.version} is being received"
+
     def _allow(self, timeout_s: float) -> None:
         self._expires = time.monotonic() + timeout_s + SLACK_S
 
@@ -224,14 +234,15 @@ def after_pause(_result: Any, scheduler: Any, recv_req: Any) -> None:
 def around_continue(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """AROUND `Scheduler.continue_generation`: none of the ranks goes on if one of them must not."""
     state = state_of(scheduler)
-    if state.paused is not None:
-        held = _some(_control(), state.held())
+    mode = state.paused
+    if mode is not None:
+        # not asked first and done later: a sync could begin in between, and write while the model runs
+        held = _some(_control(), state.leave_pause())
         if held is not None:
+            state.acknowledge(mode)
             log.warning("generation stays paused: %s", held)
             return None
-    result = original(scheduler, recv_req)
-    state.resumed()
-    return result
+    return original(scheduler, recv_req)
 
 
 def around_requests(original: Callable[..., Any], scheduler: Any, recv_reqs: list[Any]) -> Any:

@@ -107,7 +107,7 @@ def config(kind: Kind, **changes: Any) -> PreTrainedConfig:
         case "qwen3-moe":
             return Qwen3MoeConfig(**_BASE | _MOE | changes)
         case "deepseek-v2":
-            return DeepseekV2Config(**_BASE | _MLA | {"q_lora_rank": None} | changes)
+            return DeepseekV2Config(**_BASE | _MLA | {"q_lora_rank": None, "scoring_func": "softmax"} | changes)
         case "deepseek-v3":
             return DeepseekV3Config(**_BASE | _MLA | _NOAUX | changes)
     raise ValueError(f"no tiny model {kind!r}; there are {', '.join(KINDS)}")
