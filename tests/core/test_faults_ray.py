@@ -134,7 +134,7 @@ def test_a_group_that_lacks_a_rank_says_which(ray_cluster):
     rank = ray.remote(Rank).options(num_cpus=0, enable_tensor_transport=True).remote(0, 2)
     try:
         with pytest.raises(DeadlineError, match="source rank 1"):
-            ray.get(rank.join.remote("lonely", 3.0))
+            ray.get(rank.join.remote("lonely", 6.0))
     finally:
         ray.kill(rank)
 

@@ -119,6 +119,7 @@ class Run:
             return mine, error
 
     def all(self) -> None:
+        self.generate()  # some names appear with the first forward pass
         for group in self.settings.get("groups", [{}]):
             self.join(group)
             for seed in range(group.get("syncs", 2)):
