@@ -165,6 +165,12 @@ class Run:
         self.disk(seed)
         disk = self.fingerprints(), self.generate()
         self.results.setdefault("equals_disk", []).append(pulled[0] == disk[0])
+        self.results.setdefault("differ", []).append(
+            [
+                sorted({*one, *two} - {name for name in one if one[name] == two.get(name)})
+                for one, two in zip(pulled[0], disk[0], strict=True)
+            ]
+        )
         self.results.setdefault("generates_equal", []).append(pulled[1] == disk[1])
         self.results.setdefault("other_differs", []).append(other[0] != disk[0] and other[1] != disk[1])
         self.results["names"] = sorted(disk[0][0])
