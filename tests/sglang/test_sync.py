@@ -23,7 +23,7 @@ MATRIX = [
     for kind in ("mapped", "prepared", "ray")
 ]
 DIAGONAL = [MATRIX[0], MATRIX[4], MATRIX[8]]
-#: the tensor-parallel sizes of each family that every run takes; the others are `thorough`. Llama and Qwen3 are in the tests below
+#: tensor-parallel sizes of each family that every run takes (the others are `thorough`); Llama and Qwen3 are in tests below
 EVERY_RUN = {
     "llama": (), "qwen2": (2,), "qwen3": (), "qwen3-moe": (2,), "deepseek-v2": (1,), "deepseek-v3": (2,),
 }  # fmt: skip
