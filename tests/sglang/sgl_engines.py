@@ -93,11 +93,14 @@ def generate(started: Any, tokens: int = TOKENS) -> list[list[int]]:
 
 def load_from_disk(started: Any, folder: Path) -> None:
     """SGLang's own update, the oracle."""
-    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput, UpdateWeightFromDiskReqInput
 
+    manager = started.tokenizer_manager
     request = UpdateWeightFromDiskReqInput(model_path=str(folder))
-    success, message = ask(started, started.tokenizer_manager.update_weights_from_disk(request, None))[:2]
+    success, message = ask(started, manager.update_weights_from_disk(request, None))[:2]
     assert success, message
+    # rank 0 answers for itself; another may still be at its post-load step, but takes part in this only afterwards
+    ask(started, manager.check_weights(CheckWeightsReqInput(action="checksum")))
 
 
 # ---------------------------------------------------------------------- run inside a scheduler

@@ -43,7 +43,7 @@ def sync(timeout_s: float = 580, **settings: Any) -> dict[str, Any]:
 def assert_exact(found: dict[str, Any], groups: list[dict[str, Any]], ranks: int, *, generates: bool = True) -> None:
     for check in ("equals_disk", "other_differs", *(["generates_equal"] if generates else [])):
         assert len(found[check]) >= len(groups)
-        assert all(found[check]), check
+        assert all(found[check]), (check, found["differ"])
     for entry in found["syncs"]:
         options = groups[entry["group"] - 1].get("options", {})
         assert entry["said"] == entry["version"], entry
