@@ -159,8 +159,8 @@ class Run:
 
     def refused(self) -> dict[str, str]:
         """What the routes and clients refuse, each with its reason."""
+        from rdt_core.web import Web
         from rdt_sglang.protocol import WEIGHTS_ROUTE
-        from rdt_sglang.web import Web
 
         web = self.web()
 
@@ -179,7 +179,7 @@ class Run:
         }
 
     def web(self) -> Any:
-        from rdt_sglang.web import Web
+        from rdt_core.web import Web
 
         return Web(self.url, HEADERS)
 

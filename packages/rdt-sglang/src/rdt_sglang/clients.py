@@ -16,11 +16,11 @@ import msgspec
 
 from rdt_core.engines import CachePolicy, ConnectInfo
 from rdt_core.errors import DeadlineError, EngineError
+from rdt_core.web import StatusError, Web
 
 from .callers import ActorCaller, Caller, RpcCaller
 from .controls import PASSING_S, ActorControl, Control, EngineControl, WebControl
 from .protocol import UNSTAMPED, WEIGHTS_ROUTE, check_call, error_from_wire
-from .web import StatusError, Web
 
 PauseMode = Literal["retract", "in_place"]
 Selector = Literal["target", "draft", "all"]

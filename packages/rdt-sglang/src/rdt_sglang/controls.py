@@ -12,8 +12,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 from rdt_core.errors import DeadlineError, EngineError, RdtError
-
-from .web import StatusError, Web
+from rdt_core.web import StatusError, Web
 
 #: seconds that who passes a call on gets less than its caller, so that its error comes first
 PASSING_S = 1.0

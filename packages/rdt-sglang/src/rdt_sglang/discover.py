@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rdt_core.errors import EngineError
+from rdt_core.web import StatusError, Web
 
 from .protocol import ACTORS_ROUTE
-from .web import StatusError, Web
 
 _NAME = re.compile(
     r"sglang_scheduler_node(?P<node>.+)_dp(?P<dp>\d+)_pp(?P<pp>\d+)_tp(?P<tp>\d+)_pg(?P<pg>[0-9a-f]{8})_bundle(?P<bundle>\d+)"

@@ -7,11 +7,8 @@ a server without its weight update routes, a version that the engine does not re
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +18,7 @@ import msgspec
 
 from rdt_core.engines import CachePolicy, ConnectInfo, PauseMode
 from rdt_core.errors import DeadlineError, EngineError
+from rdt_core.web import StatusError, Web
 
 from .protocol import ABORTED, LEFT_OPEN, OPEN_ON_LAST
 
@@ -293,47 +291,30 @@ class VllmHttpEngine(_VllmEngine):
         pause: PauseMode = "keep",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise EngineError(f"{url!r} is no URL of an HTTP server; expected something like http://host:8000")
-        super().__init__(name or parts.netloc, cache=cache, pause=pause)
-        self.url = url.rstrip("/")
-        self._headers = dict(headers or {})
+        self._web = Web(url, headers)
+        super().__init__(name or self._web.netloc, cache=cache, pause=pause)
+        self.url = self._web.url
 
     def _request(
-        self, path: str, deadline: float, body: Mapping[str, Any] | None = None, *, post: bool = True, query: str = ""
+        self, path: str, deadline: float, body: Mapping[str, Any] | None = None, *, method: str = "POST"
     ) -> Any:
-        where = f"replica {self.name!r}: {'POST' if post else 'GET'} {self.url}/{path}"
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise DeadlineError(f"{where} was not sent: its deadline has passed")
-        request = urllib.request.Request(
-            f"{self.url}/{path}{'?' + query if query else ''}",
-            data=json.dumps(body or {}).encode() if post else None,
-            headers={"Content-Type": "application/json", **self._headers},
-            method="POST" if post else "GET",
-        )
         try:
-            with urllib.request.urlopen(request, timeout=left) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            told = error.read().decode(errors="replace")[:4000]
-            if error.code in (404, 405):
+            answer = self._web.request(method, path, (body or {}) if method == "POST" else None, deadline)
+        except StatusError as error:
+            if error.status in (404, 405):
                 raise EngineError(
-                    f"{where}: the server has no such route; start it with VLLM_SERVER_DEV_MODE=1 in its environment and "
-                    f'--weight-transfer-config \'{{"backend": "rdt"}}\''
+                    f"replica {self.name!r}: {method} {self.url}/{path}: the server has no such route; start it with "
+                    f'VLLM_SERVER_DEV_MODE=1 in its environment and --weight-transfer-config \'{{"backend": "rdt"}}\''
                 ) from error
-            raise EngineError(f"{where} failed with status {error.code}: {told}") from error
-        except TimeoutError as error:
-            raise DeadlineError(f"{where} was not answered within {left:.1f} s") from error
-        except (urllib.error.URLError, OSError) as error:
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise DeadlineError(f"{where} was not answered within {left:.1f} s") from error
-            raise EngineError(f"{where}: no answer: {error}") from error
-        try:
-            return json.loads(text) if text else None
-        except ValueError as error:
-            raise EngineError(f"{where} answered what is no JSON: {text[:200]!r}") from error
+            raise EngineError(f"replica {self.name!r}: {error}") from error
+        except DeadlineError as error:
+            raise DeadlineError(f"replica {self.name!r}: {error}") from error
+        except EngineError as error:
+            raise EngineError(f"replica {self.name!r}: {error}") from error
+        if isinstance(answer, str) and answer:
+            where = f"replica {self.name!r}: {method} {self.url}/{path}"
+            raise EngineError(f"{where} answered what is no JSON: {answer[:200]!r}")
+        return answer
 
     def _init(self, info: dict[str, Any], deadline: float) -> None:
         self._request("init_weight_transfer_engine", deadline, {"init_info": info})
@@ -348,13 +329,13 @@ class VllmHttpEngine(_VllmEngine):
         self._request("finish_weight_update", deadline, {} if version is None else {"weight_version": version})
 
     def _weight_version(self, deadline: float) -> list[str]:
-        answer = self._request("weight_info", deadline, post=False)
+        answer = self._request("weight_info", deadline, method="GET")
         return [str(answer["weight_version"])]
 
     def pause(self, *, deadline: float) -> None:
         """See `EngineClient.pause`."""
         query = urllib.parse.urlencode({"mode": self.pause_mode, "clear_cache": str(self.cache == "reset").lower()})
-        self._request("pause", deadline, query=query)
+        self._request(f"pause?{query}", deadline)
 
     def resume(self, *, deadline: float) -> None:
         """See `EngineClient.resume`."""
@@ -362,4 +343,4 @@ class VllmHttpEngine(_VllmEngine):
 
     def health(self, *, deadline: float) -> None:
         """See `EngineClient.health`."""
-        self._request("health", deadline, post=False)
+        self._request("health", deadline, method="GET")

@@ -1,4 +1,4 @@
-"""A small HTTP client for SGLang's server: JSON in, JSON or text out, a deadline on every request.
+"""A small HTTP client for the servers of engines: JSON in, JSON or text out, a deadline on every request.
 
 Standard library only, so that a trainer that drives an engine needs nothing of the engine's. It refuses answers with an
 error status, and says which route of which server did not answer.
@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from rdt_core.errors import DeadlineError, EngineError
+from .errors import DeadlineError, EngineError
 
 #: bytes of an answer that are read at most
 MAX_ANSWER = 16 << 20
@@ -37,10 +37,10 @@ class StatusError(EngineError):
 
 
 class Web:
-    """One SGLang server.
+    """One server.
 
     Args:
-        url: e.g. `http://node7:30000`.
+        url: e.g. `http://node7:8000`.
         headers: sent with every request, e.g. `{"Authorization": "Bearer …"}`.
 
     Raises:
@@ -50,7 +50,7 @@ class Web:
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise EngineError(f"{url!r} is no URL of an HTTP server; expected something like http://host:30000")
+            raise EngineError(f"{url!r} is no URL of an HTTP server; expected something like http://host:8000")
         self.url = url.rstrip("/")
         self.host = parts.hostname or ""
         self.netloc = parts.netloc
@@ -69,7 +69,7 @@ class Web:
 
         Args:
             method: "GET" or "POST".
-            path: of the route, without a leading slash.
+            path: of the route, without a leading slash; may end with a query.
             body: sent as JSON.
             deadline: `time.monotonic()` by which the answer must be there.
 
