@@ -8,12 +8,9 @@ waits for ever. Only the event loop's own thread may do so, and every wait has a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
-from rdt_core.errors import DeadlineError
+from rdt_core.ranks import gather
 
 #: seconds that the ranks of one engine may be apart where they answer the same request
 GRACE_S = 30.0
@@ -62,15 +59,6 @@ class Ranks:
         Raises:
             DeadlineError: a rank did not; its engine is then of no more use.
         """
-        values = [value]
-        for group in self._groups:
-            try:
-                dist.monitored_barrier(group, timedelta(seconds=timeout_s), wait_all_ranks=True)
-                lists: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(lists, values, group=group)
-            except RuntimeError as error:
-                raise DeadlineError(
-                    f"rank {self.rank} waited {timeout_s:.0f} s for the other scheduler processes of its engine: {error}"
-                ) from error
-            values = [item for part in lists for item in part]
-        return values
+        return gather(
+            self._groups, value, timeout_s, f"rank {self.rank}", "the other scheduler processes of its engine"
+        )

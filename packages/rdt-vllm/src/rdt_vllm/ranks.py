@@ -8,12 +8,9 @@ other how it went, and only the last one raises, with what all of them have to s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
-from rdt_core.errors import DeadlineError
+from rdt_core.ranks import gather
 
 #: seconds that the ranks of one executor may be apart at the end of a step that has a deadline of its own
 GRACE_S = 30.0
@@ -60,18 +57,8 @@ class Ranks:
         Raises:
             DeadlineError: a rank did not; its executor is then of no more use.
         """
-        values = [value]
-        for group in self._groups:
-            try:
-                dist.monitored_barrier(group, timedelta(seconds=timeout_s), wait_all_ranks=True)
-            except RuntimeError as error:
-                raise DeadlineError(
-                    f"rank {self.rank} of {self.world_size} waited {timeout_s:.0f} s for the other workers of its engine: {error}"
-                ) from error
-            lists: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(lists, values, group=group)
-            values = [item for part in lists for item in part]
-        return values
+        who = f"rank {self.rank} of {self.world_size}"
+        return gather(self._groups, value, timeout_s, who, "the other workers of its engine")
 
     def agree(self, error: Exception | None, timeout_s: float) -> str | None:
         """Tells every rank of the failures of all.
