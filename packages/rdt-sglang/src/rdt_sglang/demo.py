@@ -14,18 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rdt_core.demo.engines import Completion
-from rdt_core.errors import DeadlineError, EngineError
+from rdt_core.demo.engines import Completion, answers
+from rdt_core.errors import EngineError
 
 from .clients import SglangRayEngine
-from .server import Generation, end, launch
+from .server import end, launch
 from .versions import check_sglang
 
 #: seconds that an engine gets to end its processes before its actor is killed
 SHUTDOWN_S = 60.0
 #: requests that are generated at the same time
 MAX_RUNNING = 64
-LOGS = "its log is the newest worker-*.err of the Ray session, by default in /tmp/ray/session_latest/logs"
 
 
 def environment(tp: int, threads: int) -> dict[str, str]:
@@ -80,7 +79,7 @@ class SglangRollout:
             "stop_token_ids": list(stop),
         }
         refs = [self._handle.generate.remote(list(prompt), sampling) for prompt in prompts]
-        return [[_completion(sample) for sample in group] for group in _get(refs, "generate", timeout_s)]
+        return [[Completion.of(sample) for sample in group] for group in answers(refs, "SGLang", "generate", timeout_s)]
 
     def version(self, *, timeout_s: float) -> int | None:
         """See `rdt_core.demo.engines.RolloutEngine`."""
@@ -141,26 +140,5 @@ def start(
         log_level="warning",
     )
     # an actor that fails here is left to the end of the cluster, which finds its processes as long as it lives
-    name = _get([handle.ready.remote()], "start", timeout_s)[0]
+    name = answers([handle.ready.remote()], "SGLang", "start", timeout_s)[0]
     return SglangRollout(handle, name if tp == 1 else f"{name} tp={tp}")
-
-
-def _completion(sample: Generation) -> Completion:
-    return Completion(
-        tokens=sample.token_ids,
-        logprobs=sample.logprobs,
-        versions=frozenset(int(text) if text.isdecimal() else None for text in sample.versions),
-    )
-
-
-def _get(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
-    import ray
-    from ray.exceptions import GetTimeoutError, RayError
-
-    try:
-        return ray.get(refs, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise DeadlineError(f"SGLang did not {what} within {timeout_s:.0f} s") from error
-    except RayError as error:
-        cause = getattr(error, "cause", None) or error
-        raise EngineError(f"SGLang failed to {what}: {type(cause).__name__}: {cause} ({LOGS})") from error

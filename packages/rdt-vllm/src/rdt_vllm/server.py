@@ -10,30 +10,15 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rdt_core.errors import EngineError
+from rdt_core.servers import Generation
 
 from .plugin import BACKEND
 from .versions import check_vllm
 
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One sample.
-
-    Attributes:
-        token_ids: generated tokens, a stop token included.
-        logprobs: natural logarithm of each token's probability under the model itself, before temperature and filters.
-        finish_reason: "stop", "length" or "abort".
-        versions: weight version of each token, as the engine says; empty where it does not.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    versions: tuple[str, ...] = ()
+__all__ = ["Generation", "VllmServer", "launch"]
 
 
 class VllmServer:
@@ -85,7 +70,7 @@ class VllmServer:
             request_id: unique among requests in flight; made up where empty.
 
         Returns:
-            One entry per sample (`n` of them).
+            One entry per sample (`n` of them), with log-probabilities under the model itself, before temperature and filters.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from ..engines import EngineClient
-from ..errors import EngineError
+from ..errors import DeadlineError, EngineError
+from ..servers import Generation
 
 GROUP = "rdt.demo_engines"
+LOGS = "its log is the newest worker-*.err of the Ray session, by default in /tmp/ray/session_latest/logs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,12 @@ class Completion:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: frozenset[int | None] = frozenset()
+
+    @classmethod
+    def of(cls, sample: Generation) -> Completion:
+        """What a server's sample says; a version that is no number is that before the first sync."""
+        versions = frozenset(int(text) if text.isdecimal() else None for text in sample.versions)
+        return cls(tokens=sample.token_ids, logprobs=sample.logprobs, versions=versions)
 
 
 class RolloutEngine(Protocol):
@@ -78,6 +86,32 @@ class EngineStarter(Protocol):
             DeadlineError: not up within `timeout_s` seconds.
         """
         ...
+
+
+def answers(refs: list[Any], engine: str, what: str, timeout_s: float) -> list[Any]:
+    """Waits for what an engine's actor was asked.
+
+    Args:
+        refs: of Ray.
+        engine: its name, for errors.
+        what: it was asked to do, for errors.
+        timeout_s: deadline, in seconds.
+
+    Raises:
+        DeadlineError: not done within `timeout_s`.
+        EngineError: the engine failed or died.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+
+    try:
+        return list(ray.get(refs, timeout=timeout_s))
+    except GetTimeoutError as error:
+        raise DeadlineError(f"{engine} did not {what} within {timeout_s:.0f} s") from error
+    except RayError as error:
+        cause = getattr(error, "cause", None) or error
+        # an engine's subprocess writes its reason to the actor's log, and gives only its end to the caller
+        raise EngineError(f"{engine} failed to {what}: {type(cause).__name__}: {cause} ({LOGS})") from error
 
 
 def installed_engines() -> dict[str, EntryPoint]:
