@@ -52,8 +52,8 @@ def by_hand(scheduler: Any, folder: str) -> dict[str, Any]:
     """What a receiver does with whole tensors at hand."""
     from safetensors.torch import load_file
 
+    from rdt_core.connection import typed_view
     from rdt_core.geometry import replay
-    from rdt_core.receiver import typed_view
     from rdt_core.wire import TensorMeta
     from rdt_sglang import SglangLanding
     from rdt_sglang.layers import derived

@@ -56,11 +56,11 @@ def use_probe() -> None:
     from rdt_sglang import actor
 
     class Probe(actor.WeightsSchedulerActor):
-        @ray.method(concurrency_group=actor.GROUP)
+        @ray.method(concurrency_group=actor.WEIGHTS_GROUP)
         def probe(self, function: Callable[..., Any], *arguments: Any) -> Any:
             return function(self.scheduler, *arguments)
 
-    actor.SchedulerActor = ray.remote(concurrency_groups={actor.GROUP: 1}, enable_tensor_transport=True)(Probe)
+    actor.SchedulerActor = ray.remote(concurrency_groups={actor.WEIGHTS_GROUP: 1}, enable_tensor_transport=True)(Probe)
 
 
 def actors_of(started: Any) -> list[Any]:

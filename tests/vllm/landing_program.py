@@ -128,8 +128,8 @@ def memory_for(landing: Any, modules: list[str]) -> dict[str, torch.Tensor]:
 
 def land(landing: Any, trace: Any, tensors: dict[str, torch.Tensor]) -> None:
     """What a receiver does with whole tensors at hand: one module after the other, in the order of their first slice."""
+    from rdt_core.connection import typed_view
     from rdt_core.geometry import replay
-    from rdt_core.receiver import typed_view
 
     landing.begin()
     destinations = landing.destinations()

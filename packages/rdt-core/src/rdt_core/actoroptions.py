@@ -94,8 +94,8 @@ def engine_options(
     seat = _seat(ranks, rank)
     variables = {
         **_moving(),
-        # An owner's memory is mapped in the reader under the owner's device, which must be visible here; and engines use
-        # the index that Ray names, which is the one on the node only while nothing is masked. `own_device` tells it.
+        # Engines use the index that Ray names, which is the one on the node only while nothing is masked. `own_device`
+        # tells it.
         NOSET: "1",
     }
     return {

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import versions, wire
-from .connection import Connection, Step, memory_of, typed_view
+from .connection import Connection, Step, memory_of
 from .control import Control
 from .errors import RdtError, SyncError, TransportError
 from .landing import Landing
@@ -27,8 +27,6 @@ from .routing import Routing
 from .transport import LocalExchange, available, make_reader_endpoint, pack_threshold
 from .transport.base import ReaderEndpoint
 from .transport.nodes import node
-
-__all__ = ["DEFAULT_KINDS", "Receiver", "typed_view"]
 
 log = logging.getLogger(__name__)
 

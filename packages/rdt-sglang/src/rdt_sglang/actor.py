@@ -13,10 +13,8 @@ import ray
 from sglang.srt.ray import scheduler_actor as stock
 
 from .plugin import install_scheduler_hooks
+from .protocol import WEIGHTS_GROUP
 from .weights import SchedulerWeights, weights_of
-
-#: concurrency group of the methods below
-GROUP = "weights"
 
 _Stock: Any = stock.SchedulerActor.__ray_metadata__.modified_class.__ray_actor_class__
 
@@ -43,37 +41,37 @@ class WeightsSchedulerActor(_Stock):
         else:
             super().run_event_loop()
 
-    @ray.method(concurrency_group=GROUP)
+    @ray.method(concurrency_group=WEIGHTS_GROUP)
     def prepare_weights(self, info: Mapping[str, Any]) -> dict[str, Any]:
         """See `SchedulerWeights.prepare`."""
         return self._weights().prepare(info)
 
-    @ray.method(concurrency_group=GROUP)
+    @ray.method(concurrency_group=WEIGHTS_GROUP)
     def begin_weights(self, version: int, timeout_s: float) -> None:
         """See `SchedulerWeights.begin`."""
         self._weights().begin(version, timeout_s)
 
-    @ray.method(concurrency_group=GROUP)
+    @ray.method(concurrency_group=WEIGHTS_GROUP)
     def pull_weights(self, version: int, timeout_s: float) -> dict[str, Any]:
         """See `SchedulerWeights.pull`."""
         return self._weights().pull(version, timeout_s)
 
-    @ray.method(concurrency_group=GROUP)
+    @ray.method(concurrency_group=WEIGHTS_GROUP)
     def finish_weights(self, version: int, timeout_s: float) -> None:
         """See `SchedulerWeights.finish`."""
         self._weights().finish(version, timeout_s)
 
-    @ray.method(concurrency_group=GROUP)
+    @ray.method(concurrency_group=WEIGHTS_GROUP)
     def abort_weights(self, reason: str) -> None:
         """See `SchedulerWeights.abort`."""
         self._weights().abort(reason)
 
-    @ray.method(concurrency_group=GROUP)
+    @ray.method(concurrency_group=WEIGHTS_GROUP)
     def weights_status(self) -> dict[str, Any]:
         """See `SchedulerWeights.status`."""
         return self._weights().status()
 
-    @ray.method(concurrency_group=GROUP)
+    @ray.method(concurrency_group=WEIGHTS_GROUP)
     def release_weights(self) -> None:
         """See `SchedulerWeights.close`."""
         self._weights().close()
@@ -82,4 +80,4 @@ class WeightsSchedulerActor(_Stock):
         return weights_of(self.scheduler)
 
 
-SchedulerActor = ray.remote(concurrency_groups={GROUP: 1}, enable_tensor_transport=True)(WeightsSchedulerActor)
+SchedulerActor = ray.remote(concurrency_groups={WEIGHTS_GROUP: 1}, enable_tensor_transport=True)(WeightsSchedulerActor)

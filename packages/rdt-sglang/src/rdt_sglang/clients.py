@@ -7,7 +7,6 @@ version that it does not report back, fewer schedulers than it has. After a fail
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -19,7 +18,7 @@ from rdt_core.errors import DeadlineError, EngineError
 from rdt_core.web import StatusError, Web
 
 from .callers import ActorCaller, Caller, RpcCaller
-from .controls import PASSING_S, ActorControl, Control, EngineControl, WebControl
+from .controls import PASSING_S, ActorControl, Control, EngineControl, WebControl, remaining
 from .protocol import UNSTAMPED, WEIGHTS_ROUTE, check_call, error_from_wire
 
 PauseMode = Literal["retract", "in_place"]
@@ -92,15 +91,15 @@ class _SglangEngine(ABC):
     def begin(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.begin`. Returns once every scheduler has paused."""
         self._open = True
-        self._call("begin", {"version": version, "timeout_s": _left(deadline)}, deadline)
+        self._call("begin", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
 
     def pull(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.pull`."""
-        self._call("pull", {"version": version, "timeout_s": _left(deadline)}, deadline)
+        self._call("pull", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
 
     def finish(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.finish`. The cache follows the policy first, so that no version is stamped over a stale one."""
-        self._call("finish", {"version": version, "timeout_s": _left(deadline)}, deadline)
+        self._call("finish", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
         self._open = False
         if self.cache == "reset":
             self._say(lambda control: control.flush(deadline=deadline))
@@ -268,8 +267,7 @@ class _WebCaller:
 
     def call(self, name: str, arguments: Mapping[str, Any], *, deadline: float) -> list[dict[str, Any]]:
         _, checked = check_call(name, arguments)
-        timeout_s = max(deadline - time.monotonic() - PASSING_S, 0.5)
-        body = {"call": name, "arguments": checked, "timeout_s": timeout_s}
+        body = {"call": name, "arguments": checked, "timeout_s": remaining(deadline, PASSING_S)}
         try:
             answer = self._web.post(WEIGHTS_ROUTE, body, deadline=deadline)
         except StatusError as error:
@@ -300,7 +298,3 @@ def _explained(error: StatusError, web: Web) -> EngineError | DeadlineError:
 def _caller_of(engine: Any) -> Caller:
     actors: Sequence[Any] = getattr(engine._scheduler_init_result, "scheduler_actors", ())
     return ActorCaller(actors, "the engine") if actors else RpcCaller(engine.send_to_rpc, "the engine")
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic() - MARGIN_S, 0.5)

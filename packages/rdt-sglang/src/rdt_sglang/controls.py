@@ -18,6 +18,11 @@ from rdt_core.web import StatusError, Web
 PASSING_S = 1.0
 
 
+def remaining(deadline: float, margin_s: float) -> float:
+    """Seconds that who is asked gets: `margin_s` less than the caller has, and half a second at least."""
+    return max(deadline - time.monotonic() - margin_s, 0.5)
+
+
 class Control(Protocol):
     """SGLang's own control calls for one engine. Each raises EngineError, or DeadlineError when it was late."""
 
@@ -130,8 +135,7 @@ class ActorControl:
 
     def call(self, name: str, arguments: Mapping[str, Any], *, deadline: float) -> list[dict[str, Any]]:
         """See `callers.Caller.call`. The server passes it on: a handle of a scheduler would make this process import SGLang."""
-        timeout_s = max(deadline - time.monotonic() - PASSING_S, 0.5)
-        return list(self.ask("weights", name, dict(arguments), timeout_s, deadline=deadline))
+        return list(self.ask("weights", name, dict(arguments), remaining(deadline, PASSING_S), deadline=deadline))
 
     def ask(self, method: str, *args: Any, deadline: float) -> Any:
         """Calls a method of the server actor."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rdt_core.transport.nodes import start_time
+
 _SHARED = Path("/dev/shm")
 
 
@@ -81,16 +83,9 @@ def remove_shared(pids: Sequence[int]) -> int:
     removed = 0
     for pid in pids:
         for path in _SHARED.glob(f"sgl_shm_*_{pid}_*"):
-            if pid != os.getpid() and _alive(pid):
+            if pid != os.getpid() and start_time(pid) is not None:
                 continue
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed += 1
     return removed
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -62,7 +62,7 @@ class Fleet:
     def _actor(self, kind: type, gpu: int | None, *arguments: Any, expandable: bool = False) -> Any:
         import ray
 
-        options: dict[str, Any] = {"num_cpus": 0, "enable_tensor_transport": True, "max_concurrency": 2}
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 2}
         if gpu is not None:
             options["runtime_env"] = {"env_vars": environment(gpu, self._gpus, expandable=expandable)}
         return ray.remote(kind).options(**options).remote(*arguments)
