@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
-from rdt_testbed import processes
+from rdt_testbed import processes, sharedmemory
 from rdt_testbed.cluster import Cluster, local_cluster, quiet_ray
 
 GRACE_S = 20.0
@@ -39,6 +40,7 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     processes.mark()
+    session.config.stash[_SHARED] = sharedmemory.present()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,15 +62,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if session.config.option.collectonly:
         return
     left = processes.survivors(GRACE_S)
-    if not left:
-        return
     lines = [processes.describe(process) for process in left]
     processes.end(left)
+    sharedmemory.remove_since(session.config.stash[_SHARED])
+    if not left:
+        return
     session.config.stash[_LEFT] = lines
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 _LEFT = pytest.StashKey[list[str]]()
+_SHARED = pytest.StashKey[set[Path]]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -100,7 +100,7 @@ class Run:
         self.sync(2, 12)
         self.sync(3, 13)
         self.trainers.all("leave")
-        self.results["imported"] = self.trainers.all("imported")
+        self.results["imported"] = self.trainers.imported("sglang")
 
     def end(self) -> None:
         import ray

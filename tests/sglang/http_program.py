@@ -96,7 +96,6 @@ class Run:
         self.results["start_s"] = time.monotonic() - began
 
     def checks(self) -> None:
-        import ray
 
         results, errors = self.results, self.results["errors"]
         client = self.client()
@@ -137,7 +136,7 @@ class Run:
         results["unchanged"] = healed.version(deadline=soon()) == self.version
         self.sync(healed, 41)
         self.trainers.all("leave")
-        results["imported"] = ray.get([rank.imported.remote() for rank in self.trainers.ranks])
+        results["imported"] = self.trainers.imported("sglang")
 
     def found(self) -> None:
         """The actors of a server that was started with a namespace."""

@@ -6,6 +6,7 @@ transformers.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -111,7 +112,7 @@ class Run:
         freezing = self.attach("freezing", pause="in_place", cache="keep")
         results["in_place"] = self.in_flight(freezing, 22)
         freezing.health(deadline=soon())
-        results["imported"] = self.trainers.all("imported")
+        results["imported"] = self.trainers.imported("sglang")
         self.killed()
         self.restart()
 
@@ -125,8 +126,8 @@ class Run:
         waiting = self.server.generate.remote(PROMPTS[0], {**GREEDY, "max_new_tokens": 500})
         self.trainers.all("set", 31)
         publishes = [
-            rank.publish_slowly.remote(self.version + 1, 3, str(mark)) if index == 0 else rank.publish.remote(self.version + 1)
-            for index, rank in enumerate(self.trainers.ranks)
+            self.trainers.ranks[0].publish_until.remote(self.version + 1, 3, functools.partial(wait_here, mark)),
+            self.trainers.ranks[1].publish.remote(self.version + 1),
         ]  # fmt: skip
         until = time.monotonic() + 60
         while not mark.exists():
@@ -170,6 +171,14 @@ class Run:
             found |= {one.path for one in process.memory_maps() if one.path.startswith("/dev/shm/sgl")}
             found |= {one.path for one in process.open_files() if one.path.startswith("/dev/shm/sgl")}
         return sorted(found)
+
+
+def wait_here(mark: Path) -> None:
+    """Makes a file and returns once it is gone."""
+    mark.touch()
+    until = time.monotonic() + 30
+    while mark.exists() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def main() -> dict[str, Any]:

@@ -15,75 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import sgl_engines as engines
-import torch
 
 from rdt_testbed import models
 from rdt_testbed.cluster import local_cluster
+from rdt_testbed.trainers import Trainer
 
-WORLD = 2
 LONG = 300  # tokens of a request that is still running when a sync comes
 
 
-class Trainer:
-    """One FSDP2 rank whose weights are those of `models.build(kind, seed)`."""
-
-    def __init__(self, rank: int, rendezvous: str, kind: models.Kind, changes: dict[str, Any]) -> None:
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-        self.rank, self.kind, self.changes = rank, kind, changes
-        self.model = models.build(kind, seed=0, **changes)
-        mesh = init_device_mesh("cpu", (WORLD,))
-        for layer in self.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-
-    @torch.no_grad()
-    def set(self, seed: int) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
-        full = models.build(self.kind, seed=seed, **self.changes)
-        values = dict(full.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            value = distribute_tensor(values[name].data, parameter.device_mesh, parameter.placements)
-            parameter.to_local().copy_(value.to_local())
-        buffers = dict(full.named_buffers())
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(buffers[name])
-
-    def join(self, group: str, options: dict[str, Any]) -> str:
-        from rdt_core import ModuleSource, WeightSync
-
-        self.sync = WeightSync.join(
-            group, source=ModuleSource(self.model), rank=self.rank, world_size=WORLD, **{"timeout_s": 150.0, **options}
-        )
-        return self.sync.mode
-
-    def publish(self, version: int) -> Any:
-        return self.sync.publish(version)
-
-    def publish_and_fail(self, version: int, rounds: int) -> None:
-        """Fails when `rounds` rounds are readable: the readers have some of the bytes by then."""
-        written = self.sync._publisher.rounds_written
-
-        def some() -> Any:
-            for number in written():
-                if number == rounds:
-                    time.sleep(1.0)
-                    raise RuntimeError("the trainer ran into something")
-                yield number
-
-        self.sync._publisher.rounds_written = some
-        try:
-            self.sync.publish(version)
-        finally:
-            self.sync._publisher.rounds_written = written
-
-    def leave(self) -> None:
-        self.sync.leave()
+def fail() -> None:
+    time.sleep(1.0)  # the readers have some of the bytes by then
+    raise RuntimeError("the trainer ran into something")
 
 
 class Run:
@@ -97,7 +39,7 @@ class Run:
         self.plain = settings.get("plain", False)
         self.actors = [] if self.plain else engines.actors_of(engine)
         rendezvous = str(folder / "rendezvous")
-        self.second = ray.remote(Trainer).options(num_cpus=0, enable_tensor_transport=True).remote(
+        self.second = ray.remote(Trainer).options(num_cpus=0).remote(
             1, rendezvous, self.kind, self.changes
         )  # fmt: skip
         self.first = Trainer(0, rendezvous, self.kind, self.changes)
@@ -134,7 +76,7 @@ class Run:
 
         self.groups += 1
         self.client = SglangRayEngine(self.engine, name=f"engine{self.groups}", **group.get("client", {}))
-        modes = self.both("join", f"group{self.groups}", group.get("options", {}))
+        modes = self.both("join", f"group{self.groups}", {"timeout_s": 150.0, **group.get("options", {})})
         self.results.setdefault("modes", []).append(raise_errors(modes)[0])
         self.first.sync.attach(self.client)
         self.results.setdefault("status", []).append(self.status())
@@ -244,7 +186,7 @@ class Run:
     def fail_half_way(self) -> tuple[Any, Any]:
         import ray
 
-        ref = self.second.publish_and_fail.remote(self.version, 2)
+        ref = self.second.publish_until.remote(self.version, 2, fail)
         try:
             mine: Any = self.first.publish(self.version)
         except Exception as error:

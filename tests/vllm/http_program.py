@@ -42,7 +42,6 @@ def main(folder: Path, address: str) -> dict[str, Any]:
     from rdt_vllm import VllmHttpEngine
 
     program = sync_program()
-    ray.cloudpickle.register_pickle_by_value(program)  # the actors have no path to it
     models.save(models.build("qwen3", seed=0), folder / "start")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

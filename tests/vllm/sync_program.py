@@ -18,81 +18,25 @@ import torch
 
 from rdt_testbed import models
 from rdt_testbed.cluster import local_cluster
+from rdt_testbed.trainers import WORLD, Trainer
 
 PROMPTS = [[3, 4, 5, 6], [10, 11, 200, 57, 9]]
 LONG = [(7 * index) % 250 + 3 for index in range(40)]  # more than one block of the prefix cache
 BLOCK = 32
 TOKENS = 6
 LIMIT = 128
-WORLD = 2
 
 
-class Trainer:
-    """One FSDP2 rank whose weights are those of `models.build(kind, seed)`."""
-
-    def __init__(self, rank: int, rendezvous: str, kind: models.Kind, changes: dict[str, Any]) -> None:
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-        self.rank, self.kind, self.changes = rank, kind, changes
-        self.model = models.build(kind, seed=0, **changes)
-        mesh = init_device_mesh("cpu", (WORLD,))
-        for layer in self.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-
-    @torch.no_grad()
-    def set(self, seed: int) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
-        full = dict(models.build(self.kind, seed=seed, **self.changes).named_parameters())
-        for name, parameter in self.model.named_parameters():
-            value = distribute_tensor(full[name].data, parameter.device_mesh, parameter.placements)
-            parameter.to_local().copy_(value.to_local())
-
-    def join(self, group: str, options: dict[str, Any]) -> str:
-        from rdt_core.sources import ModuleSource
-        from rdt_core.sync import WeightSync
-
-        options = dict(options)
-        dtype = options.pop("dtype", None)
-        self.sync = WeightSync.join(
-            group, source=ModuleSource(self.model, dtype=dtype and getattr(torch, dtype)), rank=self.rank,
-            world_size=WORLD, **{"timeout_s": 60.0, **options},
-        )  # fmt: skip
-        return self.sync.mode
-
-    def attach(self, client: Any) -> None:
-        self.sync.attach(client)
-
-    def publish(self, version: int) -> Any:
-        return self.sync.publish(version)
-
-    def publish_and_die(self, version: int, rounds: int) -> None:
-        """This process ends when it has made `rounds` rounds readable: the reader has some of the bytes by then."""
-        written = self.sync._publisher.rounds_written
-
-        def some() -> Any:
-            for number in written():
-                if number == rounds:
-                    time.sleep(1.0)
-                    os._exit(1)
-                yield number
-
-        self.sync._publisher.rounds_written = some
-        self.sync.publish(version)
-
-    def leave(self) -> None:
-        self.sync.leave()
+def die() -> None:
+    """Ends this process in the middle of a sync: the reader has some of the bytes by then."""
+    time.sleep(1.0)
+    os._exit(1)
 
 
 def make_trainers(folder: Path, name: str, settings: dict[str, Any]) -> list[Any]:
     import ray
 
-    actor = ray.remote(Trainer).options(num_cpus=0, enable_tensor_transport=True)
+    actor = ray.remote(Trainer).options(num_cpus=0)
     return [
         actor.remote(rank, str(folder / f"rendezvous-{name}"), settings["kind"], settings.get("changes", {}))
         for rank in range(WORLD)
@@ -241,7 +185,7 @@ class Run:
         began = time.time()
         first, second = (
             doomed[0].publish.remote(self.version + 1),
-            doomed[1].publish_and_die.remote(self.version + 1, 3),
+            doomed[1].publish_until.remote(self.version + 1, 3, die),
         )
         self.results["errors"]["trainer_died"] = raised(lambda: ray.get(first, timeout=100))
         self.results["trainer_died_after_s"] = time.time() - began

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import processes
+from . import processes, sharedmemory
 
 #: what every vLLM process of a test needs on a machine without a GPU
 VLLM_ENVIRONMENT = {
@@ -39,9 +39,6 @@ SGLANG_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 GRACE_S = 20.0
-_SHARED = Path("/dev/shm")
-#: memory that vLLM's and SGLang's workers talk through, and leave where their processes are ended
-_LEFT = ("*cpushm*", "sgl_shm_mq_*", "sglang_loads_*")
 
 
 def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str, str] | None = None) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str,
         AssertionError: it failed, took too long, printed no JSON, or left processes behind (which are ended).
     """
     before = {process.pid for process in processes.descendants()}
-    shared = _shared()
+    shared = sharedmemory.present()
     child = subprocess.Popen(
         [sys.executable, str(program), *arguments],
         env={**os.environ, **(environment or {})},
@@ -77,8 +74,7 @@ def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str,
         left = [process for process in processes.survivors(0 if late else GRACE_S) if process.pid not in before]
         lines = [processes.describe(process) for process in left]
         processes.end(left)
-        for path in _shared() - shared - _mapped():
-            path.unlink(missing_ok=True)
+        sharedmemory.remove_since(shared)
     what = f"{program.name} {' '.join(arguments)}"
     if late:
         raise AssertionError(f"{what} was not done after {timeout_s:.0f} s:\n{err[-6000:]}")
@@ -90,19 +86,3 @@ def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str,
         return json.loads(out.strip().splitlines()[-1])
     except (IndexError, ValueError) as error:
         raise AssertionError(f"{what} printed no JSON:\n{out[-2000:]}\n{err[-4000:]}") from error
-
-
-def _shared() -> set[Path]:
-    return {path for pattern in _LEFT for path in _SHARED.glob(pattern)}
-
-
-def _mapped() -> set[Path]:
-    """Shared memory that some process still has: another run beside this one."""
-    found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text(errors="replace").splitlines()
-        except OSError:  # the process has ended, or is not ours
-            continue
-        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {_SHARED}/" in line}
-    return found

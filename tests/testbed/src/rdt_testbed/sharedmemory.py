@@ -1,0 +1,35 @@
+"""Shared memory that engines and Python's own helpers leave behind where their processes are killed, and its removal.
+
+Only what appeared since a moment that the caller marks and that no process has mapped any more: another run beside this
+one keeps its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FOLDER = Path("/dev/shm")
+#: of vLLM, of SGLang, and of Python's multiprocessing (shared memory and semaphores) in either of them
+_PATTERNS = ("*cpushm*", "sgl_shm_mq_*", "sglang_loads_*", "psm_*", "sem.mp-*")
+
+
+def present() -> set[Path]:
+    """What is there now."""
+    return {path for pattern in _PATTERNS for path in _FOLDER.glob(pattern)}
+
+
+def remove_since(before: set[Path]) -> None:
+    """Removes what is there beside `before`, unless a process still has it."""
+    for path in present() - before - _mapped():
+        path.unlink(missing_ok=True)
+
+
+def _mapped() -> set[Path]:
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text(errors="replace").splitlines()
+        except OSError:  # the process has ended, or is not ours
+            continue
+        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {_FOLDER}/" in line}
+    return found
