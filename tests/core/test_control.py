@@ -19,8 +19,11 @@ from rdt_core.control import Control, LocalControl, RayControl, ensure_ray, open
 from rdt_core.coordinator import Coordinator
 from rdt_core.errors import CoverageError, DeadlineError, MembershipError, RdtError, SyncError, VersionError, WireError
 from rdt_testbed.cluster import Cluster
-from rdt_testbed.group import GROUP, engine, offer, source, token
+from rdt_testbed.group import GROUP, TENSORS, engine, offer, source, token
 from rdt_testbed.members import Reader, Trainer
+
+#: contradicts what `source` declares
+OTHER = (wire.TensorMeta(name=TENSORS[1].name, shape=(5,), dtype="int8"),)
 
 WATCHDOG_S = 60.0
 
@@ -67,8 +70,8 @@ def test_errors_keep_their_class_and_text(local: LocalControl) -> None:
     local.join(source(0, 2), token(0))
     with pytest.raises(MembershipError, match="two joins under one rank"):
         local.join(source(0, 2), "stranger")
-    with pytest.raises(CoverageError, match="other checkpoint tensors"):
-        local.join(source(1, 2, tensors=()), token(1))
+    with pytest.raises(CoverageError, match="declares checkpoint tensor"):
+        local.join(source(1, 2, tensors=OTHER), token(1))
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s .* no answer from source rank 1"):
         local.sources(0.05)
     with pytest.raises(SyncError, match="stale: sync 4"):
@@ -208,7 +211,11 @@ def test_errors_cross_the_actor_with_class_and_text(ray_cluster: Cluster) -> Non
         (MembershipError, "two joins under one rank", lambda: again.join(source(0, 2), "stranger")),
         (MembershipError, "the group was opened for 2", lambda: again.join(source(0, 3), token(0))),
         (VersionError, "speaks wire format 9.0", lambda: again.join(source(1, 2, versions=newer), token(1))),
-        (CoverageError, "declares other checkpoint tensors", lambda: again.join(source(1, 2, tensors=()), token(1))),
+        (
+            CoverageError,
+            "declares checkpoint tensor",
+            lambda: again.join(source(1, 2, tensors=OTHER), token(1)),
+        ),
         (WireError, "source rank 9: outside its world of 2", lambda: again.join(source(9, 2), token(9))),
         (DeadlineError, "group 'policy': waited 0.2 s for all 2 source ranks to join; no", lambda: again.sources(0.2)),
         (

@@ -15,7 +15,7 @@ from rdt_core import wire
 from rdt_core.coordinator import Coordinator
 from rdt_core.errors import CoverageError, DeadlineError, MembershipError, RdtError, SyncError, WireError
 from rdt_testbed.clock import run
-from rdt_testbed.group import GROUP, NBYTES, engine, offer, report, source, token
+from rdt_testbed.group import GROUP, NBYTES, TENSORS, engine, offer, report, source, token
 
 pytestmark = pytest.mark.unit
 
@@ -883,8 +883,12 @@ async def test_joins_that_contradict_the_group_reach_the_caller() -> None:
     group = await Group.make(2)
     with pytest.raises(MembershipError, match="two joins under one rank"):
         await group.coordinator.join(wire.encode(source(1, 2)), "stranger")
-    with pytest.raises(CoverageError, match="declares other checkpoint tensors"):
-        await group.coordinator.join(wire.encode(source(1, 2, tensors=())), token(1))
+    other = (wire.TensorMeta(name=TENSORS[1].name, shape=(5,), dtype="int8"),)
+    with pytest.raises(CoverageError, match="declares checkpoint tensor"):
+        await group.coordinator.join(
+            wire.encode(source(1, 2, tensors=other)),
+            token(1),
+        )
 
 
 # --- all of it at once

@@ -69,15 +69,11 @@ def test_a_newer_minor_version_is_let_in() -> None:
 @pytest.mark.parametrize(
     ("tensors", "expected"),
     [
-        (changed(dtype="float32"), r"tensor 1 is 'model.norm.weight' \[4\] float32 here and .* bfloat16 there"),
-        (changed(shape=(5,)), r"'model.norm.weight' \[5\] bfloat16 here and 'model.norm.weight' \[4\]"),
-        (changed(name="model.other"), "'model.other' .* here and 'model.norm.weight'"),
-        (TENSORS[::-1], "tensor 0 is 'model.norm.weight'"),
-        (TENSORS[:1], r"1 tensors here, 2 there; 'model.norm.weight' \[4\] bfloat16 is on one side"),
-        ((*TENSORS, wire.TensorMeta(name="x", shape=(), dtype="int8")), r"3 tensors here, 2 there; 'x' \[\] int8"),
+        (changed(dtype="float32"), r"'model.norm.weight' \[4\] float32 and source rank 0 .* bfloat16"),
+        (changed(shape=(5,)), r"'model.norm.weight' \[5\] bfloat16 and source rank 0 'model.norm.weight' \[4\]"),
     ],
 )
-def test_ranks_that_declare_different_tensors_are_refused_with_the_first_difference(
+def test_ranks_that_contradict_one_another_about_a_tensor_are_refused(
     tensors: tuple[wire.TensorMeta, ...], expected: str
 ) -> None:
     group = members(2, joined=1)
@@ -87,11 +83,25 @@ def test_ranks_that_declare_different_tensors_are_refused_with_the_first_differe
     assert join(group, 1) is None
 
 
-def test_the_reference_for_tensors_survives_the_rank_that_declared_it() -> None:
-    group = members(2)
-    group.leave(0, token(0))
-    with pytest.raises(CoverageError, match="than source rank 1"):
-        join(group, 0, tensors=TENSORS[:1])
+def test_ranks_declare_what_they_know() -> None:
+    group = members(2, joined=1)
+    more = wire.TensorMeta(name="model.other", shape=(2,), dtype="int8")
+    assert join(group, 1, tensors=(more, TENSORS[1])) is None
+    assert group.joined.is_open
+
+
+def test_what_a_rank_declared_counts_until_it_leaves_or_declares_anew() -> None:
+    group = members(2, joined=1)
+    other = changed(shape=(5,))
+    join(group, 1, tensors=TENSORS[1:])
+    with pytest.raises(CoverageError, match="source rank 1"):
+        join(group, 0, tensors=other)
+    with pytest.raises(CoverageError, match="source rank 0"):  # what rank 0 declared before still counts
+        join(group, 1, tensors=other)
+    group.leave(1, token(1))
+    assert join(group, 0, tensors=other) == 0
+    with pytest.raises(CoverageError, match="source rank 0"):
+        join(group, 1, tensors=TENSORS[1:])
 
 
 def test_a_lone_rank_may_declare_another_model() -> None:

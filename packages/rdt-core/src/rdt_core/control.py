@@ -68,6 +68,10 @@ class Control(ABC):
         """See `Coordinator.leave`."""
         self._quick("leave", rank, token)
 
+    def joined(self, timeout_s: float) -> None:
+        """See `Coordinator.joined`."""
+        self._long("joined", timeout_s=timeout_s)
+
     def sources(self, timeout_s: float) -> tuple[int, list[wire.SourceManifest]]:
         """See `Coordinator.sources`."""
         epoch, manifests = self._long("sources", timeout_s=timeout_s)

@@ -48,7 +48,7 @@ class Coordinator:
         Raises:
             MembershipError: another group or world size, or the rank is taken.
             VersionError: another major version of the wire format.
-            CoverageError: its tensors differ from the other ranks'.
+            CoverageError: it contradicts another rank about a checkpoint tensor.
             WireError: the manifest is impossible.
         """
         replaced = self._members.join(manifest, token)
@@ -68,13 +68,21 @@ class Coordinator:
             self._syncs.latest.told.arrive(rank)
         await self.fail(None, member_name(rank), "leave", "it left the group")
 
+    async def joined(self, timeout_s: float) -> None:
+        """Returns once every source rank has joined.
+
+        Raises:
+            DeadlineError: names the ranks that have not joined.
+        """
+        await self._syncs.wait(self._members.joined, timeout_s, f"all {self.world_size} source ranks to join")
+
     async def sources(self, timeout_s: float) -> tuple[int, list[bytes]]:
         """Returns the epoch and the `SourceManifest` of every rank, in order, once all have joined.
 
         Raises:
             DeadlineError: names the ranks that have not joined.
         """
-        await self._syncs.wait(self._members.joined, timeout_s, f"all {self.world_size} source ranks to join")
+        await self.joined(timeout_s)
         return self._members.epoch, [self._members.sources[rank].data for rank in range(self.world_size)]
 
     # --- engine ranks

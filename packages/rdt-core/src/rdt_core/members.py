@@ -1,7 +1,7 @@
 """Who belongs to a sync group: source ranks with their manifests, replicas with their engine ranks and requests.
 
 State and its checks, without waiting: the coordinator's half that syncs stand on. It refuses a rank that is taken,
-another group, world size, wire format or set of checkpoint tensors, and plans made against manifests that have changed
+another group, world size, wire format, shape or dtype of a checkpoint tensor, and plans made against manifests that have changed
 since.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import wire
-from .errors import CoverageError, MembershipError, VersionError, WireError
+from .declared import Declared
+from .errors import MembershipError, VersionError, WireError
 from .gates import Gate, member_name
 
 
@@ -23,6 +24,7 @@ class Source:
     data: bytes
     status: wire.SourceStatus
     mode_reason: str
+    tensors: tuple[wire.TensorMeta, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +110,7 @@ class Members:
         self.joined = Gate(range(world_size))
         self.replicas: dict[str, Replica] = {}
         self._ever_joined: set[int] = set()
-        self._tensors: tuple[int, tuple[wire.TensorMeta, ...]] | None = None
+        self._declared: Declared | None = Declared()  # None until made again, after a rank left or changed
 
     def join(self, manifest: bytes, token: str) -> int | None:
         """Adds a source rank or replaces its manifest; see `Coordinator.join`.
@@ -132,11 +134,9 @@ class Members:
                 f"{message.node.hostname} joins as the same; give each trainer its own rank, or if the first one is "
                 f"dead restart the whole group"
             )
-        self._check_tensors(message)
         if previous is not None and previous.data == manifest:
             return None
-        if self._tensors is None or self._tensors[0] == rank:
-            self._tensors = rank, message.tensors
+        self._declare(message)
         status = wire.SourceStatus(
             rank=rank,
             hostname=message.node.hostname,
@@ -144,7 +144,7 @@ class Members:
             mode=message.mode,
             rounds=message.rounds,
         )
-        self.sources[rank] = Source(token, manifest, status, message.mode_reason)
+        self.sources[rank] = Source(token, manifest, status, message.mode_reason, message.tensors)
         self.joined.arrive(rank)
         if rank not in self._ever_joined:
             self._ever_joined.add(rank)
@@ -158,10 +158,7 @@ class Members:
             return False
         self.check_token(rank, token)
         del self.sources[rank]
-        if not self.sources:
-            self._tensors = None
-        elif self._tensors is not None and self._tensors[0] == rank:
-            self._tensors = min(self.sources), self._tensors[1]
+        self._declared = None
         self.joined.expect((rank,))
         return True
 
@@ -247,23 +244,16 @@ class Members:
         if group != self.group:
             raise MembershipError(f"{name} belongs to group {group!r}, this is the coordinator of {self.group!r}")
 
-    def _check_tensors(self, message: wire.SourceManifest) -> None:
-        if self._tensors is None or self.sources.keys() == {message.rank} or self._tensors[1] == message.tensors:
-            return
-        reference, expected = self._tensors
-        where = f"source rank {message.rank} declares other checkpoint tensors than source rank {reference}"
-        for index, (mine, theirs) in enumerate(zip(message.tensors, expected, strict=False)):
-            if mine != theirs:
-                raise CoverageError(
-                    f"{where}: tensor {index} is {_describe(mine)} here and {_describe(theirs)} there; every rank must "
-                    f"declare the whole model in one order"
-                )
-        longer = message.tensors if len(message.tensors) > len(expected) else expected
-        first = longer[min(len(message.tensors), len(expected))]
-        raise CoverageError(
-            f"{where}: {len(message.tensors)} tensors here, {len(expected)} there; {_describe(first)} is on one side "
-            f"only; every rank must declare the whole model"
-        )
+    def _declare(self, message: wire.SourceManifest) -> None:
+        """Refuses a manifest that contradicts another rank's about a tensor."""
+        declared = self._declared
+        if declared is None or message.rank in self.sources:
+            declared = Declared()
+            for rank, source in self.sources.items():
+                if rank != message.rank:
+                    declared.add(rank, source.tensors)
+        declared.add(message.rank, message.tensors)
+        self._declared = declared
 
     def _wanted(self, message: wire.EngineManifest) -> dict[int, wire.ReadRequest]:
         wanted: dict[int, wire.ReadRequest] = {}
@@ -280,7 +270,3 @@ class Members:
                 )
             wanted[request.source] = request
         return wanted
-
-
-def _describe(tensor: wire.TensorMeta) -> str:
-    return f"{tensor.name!r} {list(tensor.shape)} {tensor.dtype}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .declared import merge
 from .errors import CoverageError
 from .geometry import Box, subtract
 from .wire import DTYPE_BYTES, NodeMeta, SourceManifest, TensorMeta
@@ -67,18 +68,18 @@ class Routing:
         manifests: of every source rank, in any order, already validated by `wire.decode`.
 
     Attributes:
-        tensors: the checkpoint tensors of the whole model.
+        tensors: the checkpoint tensors of the whole model (see `declared`); their indices are those of plans.
         world_size: number of source ranks.
         rounds: number of rounds of a sync: the most that any rank needs (each fills its buckets on its own).
 
     Raises:
-        CoverageError: ranks are missing or come twice, ranks disagree about the group or the tensors, boxes of a
+        CoverageError: ranks are missing or come twice, ranks disagree about the group or a tensor, boxes of a
             tensor overlap without being equal, or elements have no owner; names the tensor, boxes and ranks.
     """
 
     def __init__(self, manifests: Sequence[SourceManifest]) -> None:
         ordered = _agree(manifests)
-        self.tensors: tuple[TensorMeta, ...] = ordered[0].tensors
+        self.tensors: tuple[TensorMeta, ...] = merge(ordered)
         self.world_size = len(ordered)
         self.rounds = max(manifest.rounds for manifest in ordered)
         self._nodes = [manifest.node for manifest in ordered]
@@ -94,12 +95,14 @@ class Routing:
         shards: list[tuple[int, int, int, int, int]] = []
         strides: list[tuple[int, ...]] = []
         zeros, ones = (0,) * width, (1,) * width
+        position_of = {meta.name: index for index, meta in enumerate(self.tensors)}
         for manifest in manifests:
             rank = manifest.rank
+            indices = [position_of[meta.name] for meta in manifest.tensors]
             for shard in manifest.shards:
                 if 0 in shard.shape:
                     continue
-                box = boxes.setdefault((shard.tensor, shard.offset, shard.shape), len(boxes))
+                box = boxes.setdefault((indices[shard.tensor], shard.offset, shard.shape), len(boxes))
                 shards.append((box, rank, shard.region, shard.byte_offset, shard.round))
                 strides.append(shard.strides + zeros[len(shard.strides) :])
         tensor = np.fromiter((key[0] for key in boxes), np.int64, len(boxes))
@@ -233,27 +236,10 @@ def _agree(manifests: Sequence[SourceManifest]) -> list[SourceManifest]:
                     f"source ranks {first.rank} and {manifest.rank} disagree about {field}: "
                     f"{getattr(first, field)!r} and {getattr(manifest, field)!r}"
                 )
-        if manifest.tensors != first.tensors:
-            _explain_tensors(first, manifest)
     missing = sorted(set(range(first.world_size)) - set(present))
     if missing:
         raise CoverageError(f"source rank {_ranks(missing)} of {first.world_size} has not declared its shards")
     return ordered
-
-
-def _explain_tensors(one: SourceManifest, other: SourceManifest) -> None:
-    way_out = "every rank must declare the whole model, in the same order"
-    for index, (mine, theirs) in enumerate(zip(one.tensors, other.tensors, strict=False)):
-        if mine != theirs:
-            raise CoverageError(
-                f"source ranks {one.rank} and {other.rank} disagree about tensor {index}: {mine.name!r} {mine.shape} "
-                f"{mine.dtype} and {theirs.name!r} {theirs.shape} {theirs.dtype}; {way_out}"
-            )
-    longer, extra = (one, len(other.tensors)) if len(one.tensors) > len(other.tensors) else (other, len(one.tensors))
-    raise CoverageError(
-        f"source rank {one.rank} declares {len(one.tensors)} tensors and rank {other.rank} {len(other.tensors)}: "
-        f"{longer.tensors[extra].name!r} is known to rank {longer.rank} only; {way_out}"
-    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from functools import partial
 from . import wire
 from .control import Control, ensure_ray, open_coordinator
 from .coverage import check_taken
+from .declared import ignored, merge
 from .engines import ConnectInfo, EngineClient
 from .errors import CoverageError, MembershipError, RdtError, SourceError, SyncError
 from .geometry import Box
@@ -86,7 +87,7 @@ class WeightSync:
         self._make_publisher: Callable[[], Publisher] = publisher
         self._publisher = publisher()
         control.join(self._publisher.manifest, self._token)
-        control.sources(timeout_s)
+        control.joined(timeout_s)
         if self._publisher.mode_reason != "asked for":
             log.info("source rank %d publishes in mode %s: %s", rank, self.mode, self._publisher.mode_reason)
 
@@ -176,12 +177,12 @@ class WeightSync:
         info = ConnectInfo(replica=client.name, **self._connect_info)  # type: ignore[arg-type]
         client.connect(info, deadline=time.monotonic() + timeout_s)
         ranks = self._control.replica_ready(client.name, timeout_s)
-        manifest = self._publisher.manifest
+        _, manifests = self._control.sources(timeout_s)
         try:
             check_taken(
                 [[(part.tensor, Box(part.offset, part.shape)) for part in rank.boxes] for rank in ranks],
-                manifest.tensors,
-                manifest.ignore,
+                merge(manifests),
+                ignored(manifests),
             )
         except CoverageError as error:
             raise CoverageError(f"replica {client.name!r}: {error}") from None

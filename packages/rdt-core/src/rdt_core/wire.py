@@ -93,7 +93,7 @@ class SourceManifest(Struct, frozen=True):
     node: NodeMeta
     mode: str  # "live", "snapshot" or "bucket"
     mode_reason: str
-    tensors: tuple[TensorMeta, ...]  # the whole model, the same on every rank
+    tensors: tuple[TensorMeta, ...]  # that this rank knows: at least those of its shards
     shards: tuple[ShardMeta, ...]
     regions: tuple[RegionMeta, ...]
     kinds: tuple[str, ...]  # link kinds that this rank can serve
@@ -147,7 +147,7 @@ class LinkOffer(Struct, frozen=True):
 class TakenBox(Struct, frozen=True, array_like=True):
     """A box of a checkpoint tensor that an engine rank takes."""
 
-    tensor: int  # index into SourceManifest.tensors
+    tensor: int  # index into the tensors of the whole model, in the order of `declared.merge`
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 

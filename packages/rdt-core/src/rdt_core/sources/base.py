@@ -1,4 +1,4 @@
-"""What a trainer gives rdt: the names of the whole model, and this rank's shards as views.
+"""What a trainer gives rdt: the checkpoint tensors that this rank knows, and its shards of them as views.
 
 A source never gathers. `shards` is called again before each sync, to notice memory that moved; it must be cheap. A source
 that makes its views anew each time had better be a `WatchedSource` too.
@@ -33,9 +33,9 @@ class WeightSource(Protocol):
     """A source whose bytes lie in this rank's memory, shard by shard (modes `live`, `snapshot`, `bucket`)."""
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """Every checkpoint tensor of the whole model, with full shapes and the dtype on the wire; no gather, no copy.
+        """The checkpoint tensors that this rank knows, with full shapes and the dtype on the wire; no gather, no copy.
 
-        The same on every rank, in the same order.
+        At least those of its shards; over all ranks, the whole model.
         """
         ...
 
