@@ -80,7 +80,7 @@ class SyncAdapter:
         """Joins the group, and makes its replicas these engines: attaches new ones, detaches those that are gone.
 
         On every rank, as a collective the first time; later only rank 0 has something to do. An engine is known again by
-        equality, so a second call with the same ones does nothing; after a `send` that failed all are attached anew, since
+        equality, so a second call with the same ones does nothing; after a `send` that failed all are connected again, since
         one may have been started again behind the same address. An engine that was attached here has no new weights before
         the next `send`: let it answer requests after `finalize`.
 
@@ -113,18 +113,21 @@ class SyncAdapter:
         )
 
     def _attach(self, sync: WeightSync, engines: list[Hashable]) -> None:
-        for gone in [one for one in self._engines if self._doubted or one not in engines]:
+        for gone in [one for one in self._engines if one not in engines]:
             # the entry goes first: an engine that could not be detached is not mistaken for an attached one
             sync.detach(self._engines.pop(gone))
-        self._doubted = False
         for engine in engines:
-            if engine in self._engines:
-                continue
-            client = self._made(engine)
-            if self._paused_by == "framework":
-                client = _PausedByFramework(client)
-            sync.attach(client)
-            self._engines[engine] = client
+            known = self._engines.get(engine)
+            if known is None:
+                client = self._made(engine)
+                if self._paused_by == "framework":
+                    client = _PausedByFramework(client)
+                sync.attach(client)
+                self._engines[engine] = client
+            elif self._doubted:
+                # in place: a living engine keeps its links, one that was started again plans and takes its place
+                sync._connect(known, self._timeout_s)
+        self._doubted = False
 
     def _made(self, engine: Any) -> EngineClient:
         if self._client is not None:

@@ -1,30 +1,49 @@
-"""Megatron-Core side of rdt: the room in which `MegatronSource` will live.
+"""The Megatron-Core side of rdt: a source for models that train under any of Megatron's parallelisms.
 
-It will declare a Megatron model's own shards (tensor, pipeline and expert parallel) under their checkpoint names, as
-views of the parameters and without any gather. This version does not have it: importing the package works and needs no
-Megatron, asking for the name raises an error that says what to use today and what the source will need.
+`MegatronSource` declares a rank's own shards under their checkpoint names, as views of its parameters and without any
+gather. Importing this package is cheap and needs no Megatron; making a source refuses a Megatron-Core that was not
+tested, naming the command that mends it.
 """
 
-from importlib import metadata
-from typing import NoReturn
+from .chunks import Parallel
+from .families import Family, in_layer, known_families
+from .rules import (
+    Columns,
+    GroupedColumns,
+    GroupedRows,
+    Local,
+    Piece,
+    QueryKeyValue,
+    Rows,
+    RowsIfCut,
+    Rule,
+    Skip,
+    Stacked,
+    Vocabulary,
+    Whole,
+)
+from .source import MegatronSource
+from .versions import MissingMegatronError, check_megatron
 
-from rdt_core.errors import VersionError
-
-__all__ = ["MegatronSource"]
-
-_FRAMEWORK = "megatron-core"
-_SUPPORTED = ">=0.16,<0.20"
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        found = f"{_FRAMEWORK} {metadata.version(_FRAMEWORK)}"
-    except metadata.PackageNotFoundError:
-        found = f"no {_FRAMEWORK}"
-    raise VersionError(
-        f"{__name__}.{name} is not in this version yet. Today a trainer can sync from plain, FSDP1 and FSDP2 modules "
-        f"with rdt_core.ModuleSource. {name} will need {_FRAMEWORK}{_SUPPORTED} (found: {found}): "
-        "pip install 'rdt-megatron[megatron]'"
-    )
+__all__ = [
+    "Columns",
+    "Family",
+    "GroupedColumns",
+    "GroupedRows",
+    "Local",
+    "MegatronSource",
+    "MissingMegatronError",
+    "Parallel",
+    "Piece",
+    "QueryKeyValue",
+    "Rows",
+    "RowsIfCut",
+    "Rule",
+    "Skip",
+    "Stacked",
+    "Vocabulary",
+    "Whole",
+    "check_megatron",
+    "in_layer",
+    "known_families",
+]

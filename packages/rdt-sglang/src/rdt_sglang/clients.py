@@ -2,7 +2,7 @@
 
 They reach every scheduler of the replica and collect what each has to say; a call returns when all have done it. SGLang
 is imported only for an engine object. They refuse what would be silent elsewhere: a cache that SGLang does not drop, a
-version that it does not report back, fewer schedulers than it has. After a failure they never resume.
+version that it does not report back, fewer schedulers than it has. After a failure nothing generates again.
 """
 
 from __future__ import annotations
@@ -109,14 +109,19 @@ class _SglangEngine(ABC):
             raise EngineError(f"replica {self.name!r} was given version {version} and says that it serves {found!r}")
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
-        """See `EngineClient.abort`.
+        """See `EngineClient.abort`. A torn replica answers new requests with an error from here on.
 
         Raises:
             EngineError: a scheduler could not be told, e.g. because it died.
         """
-        if self._open:
-            self._call("abort", {"reason": f"version {version}: {reason}"}, deadline)
-            self._open = False
+        if not self._open:
+            return
+        self._call("abort", {"reason": f"version {version}: {reason}"}, deadline)
+        self._open = False
+        if any(one.get("torn") for one in self.status(deadline=deadline)):
+            # torn schedulers stay paused whatever they are told (`guard.around_continue`); but SGLang's tokenizer would
+            # hold every new request, which they refuse at once, until somebody resumes it
+            self.resume(deadline=deadline)
 
     def resume(self, *, deadline: float) -> None:
         """See `EngineClient.resume`."""

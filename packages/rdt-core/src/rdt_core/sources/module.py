@@ -7,7 +7,7 @@ their memory, fused experts of unknown layout, and two parameters under one chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import SourceError
-from ..wire import DTYPE_BYTES, TensorMeta
+from ..wire import TensorMeta
 from .base import Shard
+from .dtypes import DtypeRule, wire_dtype
 from .fsdp import (
     FlatParameter,
     Held,
@@ -32,8 +32,7 @@ from .fsdp import (
     sharded_groups,
 )
 from .names import NameRule, Part, Rename, parts_of, renamer, rules_for, strip_wrappers
-
-DtypeRule = torch.dtype | Callable[[str, torch.dtype], torch.dtype | None]
+from .presence import check_hidden, check_present
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +172,8 @@ class ModuleSource:
             inside = flat.get((id(owner), key)) if not buffer else None
             shape = inside.shape if inside is not None else tuple(tensor.shape)
             sharded = is_dtensor(tensor)
-            if not sharded and is_traceable_wrapper_subclass(tensor):
-                raise SourceError(
-                    f"{name!r} is a {type(tensor).__name__}, whose memory cannot be declared; only plain tensors and "
-                    f"DTensors can"
-                )
+            if not sharded:
+                check_hidden(name, tensor)
             yield _Entry(
                 name=name,
                 owner=owner,
@@ -201,21 +197,9 @@ class ModuleSource:
                         f"tell them apart with `rename` or `rules`"
                     )
                 found[part.name] = entry.name
-                dtype = self._wire_dtype(part.name, entry)
+                dtype = wire_dtype(self._dtype, part.name, entry.dtype, is_buffer=entry.buffer)
                 metadata.append(TensorMeta(name=part.name, shape=part.full_shape, dtype=dtype))
         return tuple(metadata)
-
-    def _wire_dtype(self, name: str, entry: _Entry) -> str:
-        dtype: torch.dtype | None = entry.dtype
-        if isinstance(self._dtype, torch.dtype):
-            if entry.dtype.is_floating_point and not entry.buffer:
-                dtype = self._dtype
-        elif self._dtype is not None:
-            dtype = self._dtype(name, entry.dtype)
-        text = str(dtype or entry.dtype).removeprefix("torch.")
-        if text not in DTYPE_BYTES:
-            raise SourceError(f"{name!r} would have dtype {text!r} on the wire; known: {', '.join(DTYPE_BYTES)}")
-        return text
 
     def _local(self, entry: _Entry) -> torch.Tensor:
         tensor = entry.tensor()
@@ -234,10 +218,7 @@ class ModuleSource:
             )
         else:
             local = local_tensor(tensor) if entry.sharded else tensor.detach()
-        if local.is_meta:
-            raise SourceError(
-                f"{entry.name!r} is on the meta device and has no bytes to publish; materialise the module first"
-            )
+        check_present(entry.name, local)
         return local
 
     @staticmethod

@@ -1,0 +1,43 @@
+"""Is a parameter's memory there? Refused: meta tensors, subclasses that hide their memory, storages that were emptied.
+
+Trainers offload parameters between steps, by moving them or by resizing their storage to nothing; a view of such a
+parameter would be read as garbage, or not at all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import SourceError
+
+
+def check_hidden(name: str, tensor: torch.Tensor) -> None:
+    """Refuses tensor subclasses that hide their memory (quantised parameters); a DTensor's local part is looked at instead.
+
+    Raises:
+        SourceError: names the parameter and its class.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        raise SourceError(
+            f"{name!r} is a {type(tensor).__name__}, whose memory cannot be declared; only plain tensors and DTensors can"
+        )
+
+
+def check_present(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a parameter whose bytes cannot be read where it says that they are.
+
+    Args:
+        name: for errors.
+        tensor: plain, or the local part of a DTensor.
+
+    Raises:
+        SourceError: it has no memory, or hides it.
+    """
+    check_hidden(name, tensor)
+    if tensor.is_meta:
+        raise SourceError(f"{name!r} is on the meta device and has no bytes to publish; materialise the module first")
+    if tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        raise SourceError(
+            f"{name!r} of shape {tuple(tensor.shape)} has an empty storage: it is offloaded. Bring it back before publish"
+        )
