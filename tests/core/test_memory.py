@@ -198,3 +198,27 @@ def test_fingerprint_notices_moved_and_resized_memory() -> None:
 
 def test_cpu_memory_is_never_expandable() -> None:
     assert not memory.is_expandable(torch.zeros(4))
+
+
+def test_a_cpu_has_no_allocations_to_remember() -> None:
+    assert memory.Allocations([torch.zeros(4), torch.zeros(0)]).ids() == ()
+
+
+@pytest.mark.gpu
+def test_memory_that_was_given_back_is_noticed_even_at_the_same_address() -> None:
+    def make() -> torch.Tensor:
+        return torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+
+    first = make()
+    address = first.data_ptr()
+    views = memory.Allocations([first[:100], first[100:], torch.zeros(4)])
+    before = views.ids()
+    assert views.ids() == before
+    assert len(before) == 1
+    del first
+    torch.cuda.empty_cache()
+    with pytest.raises(TransportError, match="cuPointerGetAttribute"):
+        views.ids()
+    second = make()
+    assert second.data_ptr() == address, "the test needs the driver to hand out the same address again"
+    assert views.ids() != before

@@ -11,7 +11,7 @@ import torch
 
 from rdt_core.control import LocalControl
 from rdt_core.coordinator import Coordinator
-from rdt_core.errors import CoverageError, MembershipError, RdtError, SyncError, TornReplicaError
+from rdt_core.errors import CoverageError, MembershipError, RdtError, SourceError, SyncError, TornReplicaError
 from rdt_core.publisher import Publisher
 from rdt_core.replica import ModuleReplica, ModuleWorker
 from rdt_core.sources.base import Shard
@@ -392,3 +392,54 @@ def test_parameters_that_moved_are_read_where_they_are_now(group):
         source.local = [(name, start, tensor.clone()) for name, start, tensor in source.local]
     made.publish(2)
     assert_serves(made, 2)
+
+
+@pytest.mark.parametrize("mode", ["snapshot", "bucket"])
+def test_parameters_that_moved_below_an_arena_cost_no_new_plan(group, mode):
+    made = group(2, 1, mode=mode)
+    made.attach()
+    made.publish(1)
+    epoch = made.control.status().epoch
+    for version in (2, 3):
+        for source in made.sources:
+            source.local = [(name, start, tensor.clone()) for name, start, tensor in source.local]
+        made.publish(version)
+        assert_serves(made, version)
+    assert made.control.status().epoch == epoch
+
+
+class Offloading(Sharded):
+    """A source that says where its parameters are, and that they are gone."""
+
+    gone = False
+
+    def fingerprint(self):
+        if self.gone:
+            raise SourceError("'embed.weight' is offloaded. Bring it back before publish")
+        return [tensor.data_ptr() for _, _, tensor in self.local]
+
+
+@pytest.mark.parametrize("mode", ["live", "snapshot", "bucket"])
+def test_offloaded_parameters_are_said_and_the_next_publish_works(group, mode, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.Sharded", Offloading)
+    made = group(2, 1, mode=mode)
+    made.attach()
+    made.publish(1)
+    made.sources[1].gone = True
+    errors = []
+
+    def publish(sync):
+        try:
+            sync.publish(2)
+        except RdtError as error:
+            errors.append(str(error))
+
+    list(made.pool.map(publish, made.syncs))
+    assert len(errors) == 2
+    assert all("is offloaded. Bring it back before publish" in error for error in errors)
+    assert_serves(made, 1)  # no byte had been read
+    made.sources[1].gone = False
+    for source in made.sources:
+        source.local = [(name, start, tensor.clone()) for name, start, tensor in source.local]
+    made.publish(3)
+    assert_serves(made, 3)

@@ -21,6 +21,7 @@ HANDLE_BYTES = 64
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
 
@@ -104,6 +105,32 @@ def allocate(nbytes: int, device: int) -> Memory:
         address = ctypes.c_uint64()
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return Memory(address.value, nbytes, device, address.value, "cuMemFree_v2")
+    finally:
+        guard.__exit__(None, None, None)
+
+
+def allocation(address: int, device: int) -> tuple[int, int]:
+    """Returns first address and size of the allocation that holds `address`. Raises TransportError where nothing is mapped."""
+    guard = _enter(device)
+    try:
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        return base.value, size.value
+    finally:
+        guard.__exit__(None, None, None)
+
+
+def allocation_id(address: int, device: int) -> int:
+    """Returns a number that no two allocations of this process share, even at the same address one after the other.
+
+    Raises:
+        TransportError: nothing is mapped at `address`.
+    """
+    guard = _enter(device)
+    try:
+        number = ctypes.c_ulonglong()
+        _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address))
+        return number.value
     finally:
         guard.__exit__(None, None, None)
 

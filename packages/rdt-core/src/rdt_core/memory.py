@@ -182,6 +182,41 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> Any:
     return tuple(map(torch.Tensor.data_ptr, listed)), tuple(map(attrgetter("nbytes"), listed))
 
 
+class Allocations:
+    """The device allocations below some tensors, remembered so that others at the same addresses are noticed.
+
+    Between two syncs memory may be given back and taken again (offloaded parameters, an emptied cache, a memory saver): a
+    parameter can then lie where it lay, in memory that no reader ever mapped. Empty for CPU tensors, whose storages a
+    publisher keeps alive, so that nothing else can take their addresses.
+
+    Args:
+        tensors: whose memory is looked up.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._found: dict[int, tuple[int, int]] = {}  # first address: device, size
+        ranges: list[tuple[int, int]] = []
+        for tensor in tensors:
+            if tensor.device.type != "cuda" or not tensor.numel():
+                continue
+            address = tensor.data_ptr()
+            if any(base <= address < end for base, end in ranges[-4:]):  # neighbours mostly share one
+                continue
+            device = tensor.device.index or 0
+            base, size = cudadriver.allocation(address, device)
+            if base not in self._found:
+                self._found[base] = device, size
+            ranges.append((base, base + size))
+
+    def ids(self) -> tuple[int, ...]:
+        """One number for each allocation, other numbers once one was given back.
+
+        Raises:
+            TransportError: there is no memory any more where one of them was.
+        """
+        return tuple(cudadriver.allocation_id(base, device) for base, (device, _) in self._found.items())
+
+
 def is_expandable(tensor: torch.Tensor) -> bool:
     """Whether CUDA memory comes from the driver's virtual-memory calls (torch's expandable segments).
 

@@ -2,7 +2,7 @@
 
 `live` lets readers read the parameters themselves, `snapshot` an arena with a copy of this rank's shards in the wire
 dtype, `bucket` a few fixed buckets that are filled round after round. Memory is allocated, registered and exported when
-the manifest is made, never during a sync; a parameter that moved afterwards is refused, never read stale.
+the manifest is made, never during a sync; a parameter that moved afterwards is followed, never read stale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from . import versions, wire
 from .errors import SourceError, TransportError
 from .linking import PACK_REGION, request_digest
-from .memory import Arena, fingerprint, settle, share, storages
+from .memory import Allocations, Arena, fingerprint, settle, share, storages
 from .modes import MODES, choose_mode
 from .sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource
 from .staging import Piece, split_pieces
@@ -99,11 +99,14 @@ class Publisher:
         self._served: dict[str, _Served] = {}
         self._arena: Arena | None = None
         self._pieces: list[list[Piece]] = []
+        self._copies: list[torch.Tensor] = []  # in the arena, one for each shard
         self._write: Callable[[], None] | None = None
         self.mode, self.mode_reason = choose_mode(mode, source, shards, self._wire_dtype, self.device, rank)
         self.slots = lookahead + 1 if self.mode == "bucket" else 1
         self._endpoints = [make_source_endpoint(kind, exchange=exchange) for kind in kinds]
         shard_metas = getattr(self, f"_set_up_{self.mode}")(shards, bucket_bytes)
+        self._boxes = _boxes(shards)
+        self._allocations = Allocations(shard.tensor for shard in shards)
         self._fingerprint = self._marks()
         self.rounds = max(1, len(self._pieces))
         agents = [endpoint.agent() for endpoint in self._endpoints]
@@ -194,18 +197,23 @@ class Publisher:
         # room for the alignment of every span
         self._arena = Arena(max(1, sum(sizes) + 256 * len(sizes)), self.device)
         region = self._export(self._arena.tensor, self._arena)
-        metas, copies = [], []
+        metas = []
         for shard, size in zip(shards, sizes, strict=True):
             offset, span = self._arena.span(size)
             copy = span.view(self._wire_dtype(shard.name)).view(shard.tensor.shape)
-            copies.append(copy)
+            self._copies.append(copy)
             metas.append(
                 wire.ShardMeta(
                     tensor=self._index[shard.name], offset=shard.offset, shape=tuple(copy.shape), region=region,
                     byte_offset=offset, strides=tuple(copy.stride()),
                 )
             )  # fmt: skip
-        pairs = [_as_bits(copy, shard.tensor) for copy, shard in zip(copies, shards, strict=True)]
+        self._bind(shards)
+        return metas
+
+    def _bind(self, shards: Sequence[Shard]) -> None:
+        """Makes the copies that fill the arena, from where the parameters lie now."""
+        pairs = [_as_bits(copy, shard.tensor) for copy, shard in zip(self._copies, shards, strict=True)]
         into, out = [copy for copy, _ in pairs], [parameter for _, parameter in pairs]
 
         def write() -> None:
@@ -213,7 +221,6 @@ class Publisher:
                 torch._foreach_copy_(into, out)
 
         self._write = write
-        return metas
 
     def _set_up_bucket(self, shards: Sequence[Shard], bucket_bytes: int) -> list[wire.ShardMeta]:
         boxes: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
@@ -298,23 +305,44 @@ class Publisher:
 
     # ------------------------------------------------------------------ one sync
 
-    def check(self) -> None:
-        """Refuses to publish memory that moved since the manifest was made.
+    def follow(self) -> bool:
+        """Follows parameters that moved since the last sync (re-allocated, offloaded and brought back, wrapped again).
+
+        Returns:
+            Whether readers may go on as they are. Where they read an arena that is so: only the copies into it change.
+            Where they read the parameters themselves this rank must join again, so that they learn the new addresses.
 
         Raises:
-            SourceError: names a tensor that lies elsewhere now.
+            SourceError: parameters are not there at the moment.
         """
-        if self._marks() != self._fingerprint:
-            raise SourceError(
-                f"parameters of source rank {self.rank} moved, appeared or went since it joined (re-allocated, offloaded or "
-                "wrapped again); leave the group and join again, so that readers learn the new addresses"
-            )
+        marks = self._marks()
+        if marks == self._fingerprint:
+            return True
+        if self.mode == "live" or not isinstance(self._source, WeightSource):
+            return False
+        shards = [shard for shard in self._source.shards() if shard.tensor.numel()]
+        if _boxes(shards) != self._boxes:
+            return False
+        if self.mode == "snapshot":
+            self._bind(shards)
+        self._allocations = Allocations(shard.tensor for shard in shards)
+        self._fingerprint = self._marks()
+        return True
 
     def _marks(self) -> Any:
+        try:
+            ids = self._allocations.ids()
+        except TransportError as error:
+            raise SourceError(
+                f"parameters of source rank {self.rank} lie where there is no memory ({error}): they are offloaded. Bring them "
+                "back before publish"
+            ) from error
+        # what an arena is filled from may be any memory, as long as it is there
+        held = ids if self.mode == "live" else ()
         if isinstance(self._source, WatchedSource):
-            return self._source.fingerprint()
+            return held, self._source.fingerprint()
         if isinstance(self._source, WeightSource):
-            return fingerprint(shard.tensor for shard in self._source.shards())
+            return held, fingerprint(shard.tensor for shard in self._source.shards())
         return None
 
     def readable(self) -> int:
@@ -404,6 +432,10 @@ class Publisher:
         self._served.clear()
         for endpoint in self._endpoints:
             endpoint.close()
+
+
+def _boxes(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    return [(shard.name, tuple(shard.offset), tuple(shard.tensor.shape)) for shard in shards]
 
 
 def _copy(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -234,10 +234,8 @@ class WeightSync:
         return report
 
     def _follow_memory(self) -> None:
-        """Joins again where parameters moved, so that readers learn the new addresses before they read."""
-        try:
-            self._publisher.check()
-        except SourceError:
+        """Joins again where parameters moved that readers read, so that they learn the new addresses first."""
+        if not self._publisher.follow():
             log.info("source rank %d: parameters moved; the group learns their new addresses", self.rank)
             self._publisher.close()
             self._publisher = self._make_publisher()
