@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rdt_core.control import LocalControl
 from rdt_core.coordinator import Coordinator
@@ -443,3 +445,20 @@ def test_offloaded_parameters_are_said_and_the_next_publish_works(group, mode, m
         source.local = [(name, start, tensor.clone()) for name, start, tensor in source.local]
     made.publish(3)
     assert_serves(made, 3)
+
+
+def test_live_keeps_the_memory_that_readers_know(group):
+    # else another tensor could get the address of one that was offloaded, and be served in its place
+    for mode, kept in (("live", True), ("bucket", False)):
+        made = group(1, 1, mode=mode)
+        made.attach()
+        made.publish(1)
+        (source,) = made.sources
+        names = [name for name, _, _ in source.local]
+        old = [StorageWeakRef(tensor.untyped_storage()) for _, _, tensor in source.local]
+        source.local = [(name, start, tensor.clone()) for name, start, tensor in source.local]
+        gc.collect()
+        alive = [name for name, storage in zip(names, old, strict=True) if not storage.expired()]
+        assert alive == (names if kept else [])
+        made.publish(2)
+        assert_serves(made, 2)

@@ -372,26 +372,27 @@ class Wrapper(nn.Module):
         self.module = module
 
 
-class TestWrappers:
-    def test_wrappers_are_taken_off(self) -> None:
-        model = chunk({0: LOCAL}, OUTSIDE)
-        assert names(source([Wrapper(Wrapper(model))])) == names(source(model))
+def test_wrappers_are_taken_off() -> None:
+    model = chunk({0: LOCAL}, OUTSIDE)
+    assert names(source([Wrapper(Wrapper(model))])) == names(source(model))
 
-    def test_parameters_that_are_gathered_lazily_are_refused(self) -> None:
-        wrapper: Any = Wrapper(Wrapper(chunk({0: LOCAL}, OUTSIDE)))
-        wrapper.ddp_config = SimpleNamespace(overlap_param_gather=True)
-        wrapper.remove_forward_pre_hook_handles = {}
-        made = source([wrapper])
-        made.fingerprint()
-        wrapper.remove_forward_pre_hook_handles = {"module": "handle"}
-        for call in (made.fingerprint, made.shards, lambda: source([wrapper])):
-            with pytest.raises(SourceError, match=r"gathers parameters lazily here .*disable_forward_pre_hook"):
-                call()
 
-    @pytest.mark.parametrize("model", [[], nn.Linear(2, 2), "nothing"])
-    def test_what_is_no_model(self, model: Any) -> None:
-        with pytest.raises(SourceError, match=r"no chunks|where a model chunk was expected"):
-            source(model)
+def test_parameters_that_are_gathered_lazily_are_refused() -> None:
+    wrapper: Any = Wrapper(Wrapper(chunk({0: LOCAL}, OUTSIDE)))
+    wrapper.ddp_config = SimpleNamespace(overlap_param_gather=True)
+    wrapper.remove_forward_pre_hook_handles = {}
+    made = source([wrapper])
+    made.fingerprint()
+    wrapper.remove_forward_pre_hook_handles = {"module": "handle"}
+    for call in (made.fingerprint, made.shards, lambda: source([wrapper])):
+        with pytest.raises(SourceError, match=r"gathers parameters lazily here .*disable_forward_pre_hook"):
+            call()
+
+
+@pytest.mark.parametrize("model", [[], nn.Linear(2, 2), "nothing"])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(SourceError, match=r"no chunks|where a model chunk was expected"):
+        source(model)
 
 
 def test_without_groups_there_is_no_place() -> None:
