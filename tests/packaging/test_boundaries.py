@@ -33,11 +33,11 @@ ALLOWED = {
         "transformers",
         "typer",
     },
-    "rdt_megatron": {"megatron", "numpy", "rdt_core", "torch"},
+    "rdt_megatron": {"megatron", "packaging", "rdt_core", "torch"},
     "rdt_sglang": {"msgspec", "numpy", "packaging", "ray", "rdt_core", "sglang", "torch", "zmq"},
     "rdt_vllm": {"msgspec", "numpy", "packaging", "ray", "rdt_core", "torch", "vllm"},
 }
-PURE = ("geometry", "gpus", "layout", "linking", "placement", "planning", "routing", "tracing")
+PURE = ("declared", "geometry", "gpus", "layout", "linking", "placement", "planning", "routing", "tracing")
 # reached for its plain data types (`transport.base`); its modules are checked where they run
 IMPURE = {"transport"}
 # Data flows down this list: none of a line's rooms may reach a room of a later line, through any number of imports.
@@ -45,6 +45,7 @@ ORDER = (
     ("errors",),
     ("wire",),
     ("versions", "geometry", "layout", "gpus", "placement"),
+    ("declared",),
     ("tracing", "routing", "sources", "memory"),
     ("landing", "planning", "transport"),
     ("linking",),
