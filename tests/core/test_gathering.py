@@ -205,7 +205,13 @@ def test_aligned_spans_move_sixteen_bytes_at_a_time(width: int, flat: bool) -> N
     kernel = gatherkernel.copy_blocks
     source = ASTSource(
         fn=kernel,
-        signature={"table": "*i64", "owners": "*i32", "block": "i32", **dict.fromkeys(constants, "constexpr")},
+        signature={
+            "table": "*i64",
+            "owners": "*i32",
+            "blocks": "i32",
+            "block": "i32",
+            **dict.fromkeys(constants, "constexpr"),
+        },
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": gatherkernel.WARPS})

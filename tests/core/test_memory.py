@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rdt_core import memory
+from rdt_core import cudadriver, memory
 from rdt_core.errors import TransportError
 
 pytestmark = pytest.mark.unit
@@ -205,20 +205,29 @@ def test_a_cpu_has_no_allocations_to_remember() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_that_was_given_back_is_noticed_even_at_the_same_address() -> None:
-    def make() -> torch.Tensor:
-        return torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
-
-    first = make()
-    address = first.data_ptr()
-    views = memory.Allocations([first[:100], first[100:], torch.zeros(4)])
-    before = views.ids()
-    assert views.ids() == before
+def test_memory_that_was_given_back_is_noticed() -> None:
+    first = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    found = memory.Allocations([first[:100], first[100:], torch.zeros(4)])
+    before = found.ids()
+    assert found.ids() == before
     assert len(before) == 1
     del first
     torch.cuda.empty_cache()
     with pytest.raises(TransportError, match="cuPointerGetAttribute"):
-        views.ids()
-    second = make()
-    assert second.data_ptr() == address, "the test needs the driver to hand out the same address again"
-    assert views.ids() != before
+        found.ids()
+
+
+@pytest.mark.gpu
+def test_another_allocation_at_the_same_address_has_another_number() -> None:
+    first = cudadriver.allocate(64 << 20, 0)
+    address, before = first.address, cudadriver.allocation_id(first.address, 0)
+    others = []
+    for _ in range(20):
+        del first
+        first = cudadriver.allocate(64 << 20, 0)
+        if first.address == address:
+            break
+        others.append(cudadriver.allocate(64 << 20, 0))
+    else:
+        pytest.skip("the driver never hands out the same address again")
+    assert cudadriver.allocation_id(address, 0) != before

@@ -29,7 +29,7 @@ class Step:
 
     Attributes:
         chunk: of the program.
-        transfers: source rank and transfer, to be posted together.
+        transfers: source rank and transfer, to be posted together, in this order.
         scatter: copies packed pieces out of the receive buffer; None where nothing is packed.
         replays: view ops that could not be expressed as copies.
         memory: of the destinations that `chunk.opens` makes exist, by key.
@@ -101,6 +101,7 @@ class Connection:
                 (link.source, self.endpoints[link.source].prepare(link.index, link.copies, self.tensors))
                 for link in chunk.links
             ]
+            transfers.sort(key=lambda pair: pair[1].turn)
             scatter = CopyProgram(chunk.scatter, {0: self.tensors[-1]}, self.tensors) if len(chunk.scatter) else None
             replays = [_replayer(self.plan.staged[index], self.tensors) for index in chunk.replays]
             last = number + 1 == len(chunks) or chunks[number + 1].round != chunk.round

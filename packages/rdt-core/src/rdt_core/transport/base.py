@@ -7,6 +7,7 @@ Set-up (exporting memory, connecting, preparing a transfer) may be slow and happ
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -78,11 +79,21 @@ class SourceEndpoint(Protocol):
         ...
 
 
+class Turn(IntEnum):
+    """When a transfer is posted among those that are posted together, so that all of them move at once."""
+
+    FAR_KERNEL = 0  # a kernel that reads another GPU's memory: it takes little of this one, if it gets there first
+    KERNEL = 1  # a kernel that reads this GPU's own memory: it takes all that is left
+    AGENT = 2  # moved by an agent, which posting keeps busy for a while
+    BLOCKING = 3  # moved by the time that posting returns
+
+
 @runtime_checkable
 class PreparedTransfer(Protocol):
     """One move of bytes, made once and posted each sync."""
 
     nbytes: int
+    turn: Turn
 
     def post(self) -> None:
         """Starts the move. At most one is in flight for each prepared transfer."""

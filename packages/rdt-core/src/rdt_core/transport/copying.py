@@ -40,6 +40,7 @@ class CopyProgram:
         destinations: 1-D uint8 tensors, indexed by `copies.destination`.
         where: names the copies in errors.
         engine: between CUDA memory; default: `default_engine()`. Without effect where a side lies on a CPU.
+        far: whether the sources are another GPU's memory, opened for this one.
 
     Raises:
         TransportError: a copy leaves its source or destination, or the engine cannot work here.
@@ -53,6 +54,7 @@ class CopyProgram:
         where: str = "local copies",
         *,
         engine: Engine | None = None,
+        far: bool = False,
     ) -> None:
         if engine is not None and engine not in get_args(Engine):
             raise TransportError(f"{where}: no copy engine is named {engine!r}; known: {', '.join(get_args(Engine))}")
@@ -102,7 +104,7 @@ class CopyProgram:
                 else:
                     self._torch.append((left, right))
         self._batches = list(batches.values())
-        self._gathered = [_gather(device, rows, sources, destinations, where) for device, rows in gathered.items()]
+        self._gathered = [_gather(device, rows, sources, destinations, where, far) for device, rows in gathered.items()]
 
     def run(self) -> None:
         """Copies. On CUDA the work is queued on the current stream of the destinations' device."""
@@ -140,6 +142,7 @@ def _gather(
     sources: Mapping[int, torch.Tensor],
     destinations: Sequence[torch.Tensor],
     where: str,
+    far: bool,
 ) -> gathering.GatherProgram:
     """Makes the kernel's program for rows as from `_compact`, all into memory of `device`."""
     region, offset, pitch, index, to, to_pitch, count, nbytes = np.array(rows, dtype=np.int64).T
@@ -155,8 +158,9 @@ def _gather(
         row_bytes=nbytes,
     )
     return gathering.GatherProgram(
-        spans, device, [sources[one] for one in used], [destinations[one] for one in written], where
-    )
+        spans, device, [sources[one] for one in used], [destinations[one] for one in written], where,
+        instances=gathering.far_instances(device) if far else 0,
+    )  # fmt: skip
 
 
 def _compact(copies: Copies) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import DeadlineError, TransportError
-from .base import Copies
+from .base import Copies, Turn
 from .copying import CopyProgram
 
 _SPIN_S = 300e-6
@@ -28,6 +28,7 @@ class MemoryTransfer:
         where: names the link in errors.
         gone: says why the owner's memory can no longer be relied on, or None.
         stream: CUDA stream of the copies; None where all memory is on a CPU.
+        far: whether they read another GPU's memory.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class MemoryTransfer:
         where: str,
         gone: Callable[[], str | None],
         stream: torch.cuda.Stream | None = None,
+        far: bool = False,
     ) -> None:
         self.nbytes = program.nbytes
+        self.turn = Turn.BLOCKING if stream is None else Turn.FAR_KERNEL if far else Turn.KERNEL
         self._program: CopyProgram | None = program
         self._where = where
         self._gone = gone

@@ -122,6 +122,15 @@ def _expand(columns: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return result
 
 
+def far_instances(device: torch.device) -> int:
+    """Instances of the kernel that keep a link to another GPU full, and leave the rest of `device` to other kernels.
+
+    With one to two for each multiprocessor the link runs at its full rate, and copies inside the device beside it nearly at
+    theirs; a kernel with all its instances makes whatever is queued behind it wait.
+    """
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def unavailable() -> str | None:
     """Why `GatherProgram` cannot work with what is installed here; None if it can."""
     if importlib.util.find_spec("triton") is None:
@@ -176,6 +185,7 @@ class GatherProgram(_Program):
         where: names the copies in errors.
         block: bytes of a block, a positive multiple of 16; default: by the bytes of all spans.
         words, warps: of one kernel instance; for measurements.
+        instances: of the kernel that run at most; 0: one for each block.
 
     Raises:
         TransportError: Triton is missing or cannot compile, or the device cannot reach a source.
@@ -192,6 +202,7 @@ class GatherProgram(_Program):
         block: int | None = None,
         words: int | None = None,
         warps: int | None = None,
+        instances: int = 0,
     ) -> None:
         super().__init__(device, sources, keep, where)
         self.nbytes = spans.nbytes
@@ -203,7 +214,11 @@ class GatherProgram(_Program):
         from . import gatherkernel
 
         self._launch = gatherkernel.launch
-        self._shape = {"words": words or gatherkernel.WORDS, "warps": warps or gatherkernel.WARPS}
+        self._shape = {
+            "words": words or gatherkernel.WORDS,
+            "warps": warps or gatherkernel.WARPS,
+            "instances": instances,
+        }
         with torch.cuda.device(device):
             for launch in split(spans, self._block):
                 table = torch.from_numpy(launch.table).to(device)

@@ -1,4 +1,4 @@
-"""The Triton kernel behind `gathering`: every program instance copies one block of one span, given by addresses.
+"""The Triton kernel behind `gathering`: every program instance copies blocks of spans, given by addresses.
 
 Import it late: it needs Triton, which comes with torch's CUDA builds alone. It trusts its tables; `gathering` makes
 them and refuses what a kernel could not reach.
@@ -23,6 +23,7 @@ _TYPES = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 def copy_blocks(
     table: tl.tensor,
     owners: tl.tensor,
+    blocks: tl.tensor,
     block: tl.tensor,
     WORD: tl.constexpr,
     SIZE: tl.constexpr,
@@ -30,44 +31,44 @@ def copy_blocks(
     FLAT: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> None:
-    """Copies one block; see `gathering.Launch` for `table` and `owners`, `block` is the bytes of a block."""
-    program = tl.program_id(0)
-    span = table + 8 * tl.load(owners + program).to(tl.int64)
-    source, destination = tl.load(span), tl.load(span + 1)
-    rows, row_bytes = tl.load(span + 4), tl.load(span + 5)
-    part = program.to(tl.int64) - tl.load(span + 6)
+    """Copies every block whose number is this instance's, modulo the instances; see `gathering.Launch` for the tables."""
     lane = tl.arange(0, COUNT)
     # the compiler joins words into 16-byte accesses only where it is told that addresses allow it
     NEIGHBOURS: tl.constexpr = WIDTH // SIZE
-    if FLAT:
-        start = part * block
-        words = tl.multiple_of((tl.minimum(row_bytes - start, block) // SIZE).to(tl.int32), NEIGHBOURS)
-        read = (source + start).to(tl.pointer_type(WORD)) + lane
-        write = (destination + start).to(tl.pointer_type(WORD)) + lane
-        whole = words // COUNT * COUNT
-        for at in range(0, whole, COUNT):
-            into = tl.max_contiguous(tl.multiple_of(write + at, WIDTH), COUNT)
-            tl.store(into, tl.load(tl.max_contiguous(tl.multiple_of(read + at, WIDTH), COUNT)))
-        left = whole + lane < words
-        into = tl.max_contiguous(tl.multiple_of(write + whole, WIDTH), COUNT)
-        tl.store(into, tl.load(tl.max_contiguous(tl.multiple_of(read + whole, WIDTH), COUNT), mask=left), mask=left)
-    else:
-        source_pitch, destination_pitch = tl.load(span + 2), tl.load(span + 3)
-        height = tl.load(span + 7)
-        first = part * height
-        row_words = tl.multiple_of((row_bytes // SIZE).to(tl.int32), NEIGHBOURS)
-        words = tl.multiple_of(tl.minimum(rows - first, height).to(tl.int32) * row_words, NEIGHBOURS)
-        for at in range(0, words, COUNT):
-            word = at + lane
-            row = word // row_words
-            column = (word - row * row_words).to(tl.int64) * SIZE
-            line = first + row
-            read = (source + line * source_pitch + column).to(tl.pointer_type(WORD))
-            write = (destination + line * destination_pitch + column).to(tl.pointer_type(WORD))
-            inside = word < words
-            into = tl.max_contiguous(tl.multiple_of(write, WIDTH), NEIGHBOURS)
-            value = tl.load(tl.max_contiguous(tl.multiple_of(read, WIDTH), NEIGHBOURS), mask=inside)
-            tl.store(into, value, mask=inside)
+    for program in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        span = table + 8 * tl.load(owners + program).to(tl.int64)
+        source, destination = tl.load(span), tl.load(span + 1)
+        rows, row_bytes = tl.load(span + 4), tl.load(span + 5)
+        part = tl.cast(program, tl.int64) - tl.load(span + 6)
+        if FLAT:
+            start = part * block
+            words = tl.multiple_of((tl.minimum(row_bytes - start, block) // SIZE).to(tl.int32), NEIGHBOURS)
+            read = (source + start).to(tl.pointer_type(WORD)) + lane
+            write = (destination + start).to(tl.pointer_type(WORD)) + lane
+            whole = words // COUNT * COUNT
+            for at in range(0, whole, COUNT):
+                into = tl.max_contiguous(tl.multiple_of(write + at, WIDTH), COUNT)
+                tl.store(into, tl.load(tl.max_contiguous(tl.multiple_of(read + at, WIDTH), COUNT)))
+            left = whole + lane < words
+            into = tl.max_contiguous(tl.multiple_of(write + whole, WIDTH), COUNT)
+            tl.store(into, tl.load(tl.max_contiguous(tl.multiple_of(read + whole, WIDTH), COUNT), mask=left), mask=left)
+        else:
+            source_pitch, destination_pitch = tl.load(span + 2), tl.load(span + 3)
+            height = tl.load(span + 7)
+            first = part * height
+            row_words = tl.multiple_of((row_bytes // SIZE).to(tl.int32), NEIGHBOURS)
+            words = tl.multiple_of(tl.minimum(rows - first, height).to(tl.int32) * row_words, NEIGHBOURS)
+            for at in range(0, words, COUNT):
+                word = at + lane
+                row = word // row_words
+                column = (word - row * row_words).to(tl.int64) * SIZE
+                line = first + row
+                read = (source + line * source_pitch + column).to(tl.pointer_type(WORD))
+                write = (destination + line * destination_pitch + column).to(tl.pointer_type(WORD))
+                inside = word < words
+                into = tl.max_contiguous(tl.multiple_of(write, WIDTH), NEIGHBOURS)
+                value = tl.load(tl.max_contiguous(tl.multiple_of(read, WIDTH), NEIGHBOURS), mask=inside)
+                tl.store(into, value, mask=inside)
 
 
 def constants(width: int, flat: bool, words: int = WORDS) -> dict[str, Any]:
@@ -84,6 +85,7 @@ def launch(
     *,
     words: int = WORDS,
     warps: int = WARPS,
+    instances: int = 0,
 ) -> None:
     """Queues the copies on the current stream of the current device.
 
@@ -95,5 +97,8 @@ def launch(
         flat: whether the spans are single rows.
         words: moved at a time by one instance, a power of two.
         warps: of one instance.
+        instances: that run at most; 0: one for each block.
     """
-    copy_blocks[(len(owners),)](table, owners, block, **constants(width, flat, words), num_warps=warps)
+    blocks = len(owners)
+    grid = min(blocks, instances) if instances else blocks
+    copy_blocks[(grid,)](table, owners, blocks, block, **constants(width, flat, words), num_warps=warps)

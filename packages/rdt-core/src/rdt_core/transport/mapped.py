@@ -116,6 +116,7 @@ class MappedReader:
         self._regions: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._owner: tuple[int, int] | None = None
         self._device: int | None = None
+        self._far = False
         self._transfers: list[MemoryTransfer] = []
         self._where = "link to an unknown source"
 
@@ -158,21 +159,21 @@ class MappedReader:
                     "use kind 'local' when trainer and engine share a process"
                 )
             device = local_device(mapping.device_uuid) if self._device is None else self._device
+            self._far = mapping.device_uuid != device_uuid(torch.device("cuda", device))
             return cudadriver.open_exported(mapping.handle, mapping.offset, mapping.nbytes, device).tensor()
         return _map_file(mapping, where)
 
     def prepare(self, index: int, copies: Copies, destinations: list[torch.Tensor]) -> PreparedTransfer:
         """See `ReaderEndpoint.prepare`."""
         regions = {region: tensor for region, (_, tensor) in self._regions.items()}
-        program = CopyProgram(copies, regions, destinations, self._where, engine=self._engine)
+        program = CopyProgram(copies, regions, destinations, self._where, engine=self._engine, far=self._far)
         owner = self._owner
 
         def gone() -> str | None:
             return _gone(*owner) if owner is not None else None
 
-        transfer = MemoryTransfer(
-            program, destinations, self._where, gone, stream_for(copies, regions, destinations) if len(copies) else None
-        )
+        stream = stream_for(copies, regions, destinations) if len(copies) else None
+        transfer = MemoryTransfer(program, destinations, self._where, gone, stream, self._far)
         self._transfers.append(transfer)
         return transfer
 

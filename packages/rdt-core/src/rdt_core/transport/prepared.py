@@ -17,7 +17,7 @@ import torch
 from .. import memory, wire
 from ..errors import DeadlineError, TransportError
 from . import ranges
-from .base import Copies, PreparedTransfer, Region
+from .base import Copies, PreparedTransfer, Region, Turn
 from .memory_local import region_meta
 from .nodes import boot_id
 
@@ -286,6 +286,7 @@ class NixlTransfer:
         self, agent: Any, handles: list[Any], nbytes: int, destinations: list[torch.Tensor], where: str
     ) -> None:
         self.nbytes = nbytes
+        self.turn = Turn.AGENT
         self._agent = agent
         self._handles = handles
         self._pending: list[Any] = []

@@ -16,7 +16,7 @@ import torch
 from .. import wire
 from ..errors import DeadlineError, TransportError
 from . import ranges, tables
-from .base import Copies, PreparedTransfer, Region
+from .base import Copies, PreparedTransfer, Region, Turn
 from .prepared import NixlSource, Registry, ray_agent
 
 _FETCH_S = 60.0  # for a few hundred bytes
@@ -160,6 +160,7 @@ class RayTransfer:
 
     def __init__(self, ref: Any, targets: list[torch.Tensor], nbytes: int, where: str) -> None:
         self.nbytes = nbytes
+        self.turn = Turn.AGENT
         self._ref = ref
         self._targets = targets  # Ray holds targets weakly: these references keep them
         self._where = where
