@@ -220,7 +220,7 @@ def test_memory_that_was_given_back_is_noticed() -> None:
 @pytest.mark.gpu
 def test_another_allocation_at_the_same_address_has_another_number() -> None:
     first = cudadriver.allocate(64 << 20, 0)
-    address, before = first.address, cudadriver.allocation_id(first.address, 0)
+    address, before = first.address, cudadriver.allocation_ids([first.address], 0)
     others = []
     for _ in range(20):
         del first
@@ -230,4 +230,4 @@ def test_another_allocation_at_the_same_address_has_another_number() -> None:
         others.append(cudadriver.allocate(64 << 20, 0))
     else:
         pytest.skip("the driver never hands out the same address again")
-    assert cudadriver.allocation_id(address, 0) != before
+    assert cudadriver.allocation_ids([address], 0) != before

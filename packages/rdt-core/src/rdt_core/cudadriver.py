@@ -10,6 +10,7 @@ for it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -120,17 +121,24 @@ def allocation(address: int, device: int) -> tuple[int, int]:
         guard.__exit__(None, None, None)
 
 
-def allocation_id(address: int, device: int) -> int:
-    """Returns a number that no two allocations of this process share, even at the same address one after the other.
+def allocation_ids(addresses: Sequence[int], device: int) -> tuple[int, ...]:
+    """Returns for each address a number that no two allocations of this process share, even at one address in turn.
+
+    About a microsecond each: this runs in every sync.
 
     Raises:
-        TransportError: nothing is mapped at `address`.
+        TransportError: nothing is mapped at one of them.
     """
     guard = _enter(device)
     try:
-        number = ctypes.c_ulonglong()
-        _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address))
-        return number.value
+        ask, number = _driver().cuPointerGetAttribute, ctypes.c_ulonglong()
+        where = ctypes.byref(number)
+        found = []
+        for address in addresses:
+            if ask(where, _BUFFER_ID, ctypes.c_uint64(address)):
+                _call("cuPointerGetAttribute", where, _BUFFER_ID, ctypes.c_uint64(address))
+            found.append(number.value)
+        return tuple(found)
     finally:
         guard.__exit__(None, None, None)
 

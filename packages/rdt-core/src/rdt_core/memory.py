@@ -194,7 +194,7 @@ class Allocations:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._found: dict[int, tuple[int, int]] = {}  # first address: device, size
+        self._bases: dict[int, dict[int, None]] = {}  # first addresses, by device
         ranges: list[tuple[int, int]] = []
         for tensor in tensors:
             if tensor.device.type != "cuda" or not tensor.numel():
@@ -204,8 +204,7 @@ class Allocations:
                 continue
             device = tensor.device.index or 0
             base, size = cudadriver.allocation(address, device)
-            if base not in self._found:
-                self._found[base] = device, size
+            self._bases.setdefault(device, {})[base] = None
             ranges.append((base, base + size))
 
     def ids(self) -> tuple[int, ...]:
@@ -214,7 +213,9 @@ class Allocations:
         Raises:
             TransportError: there is no memory any more where one of them was.
         """
-        return tuple(cudadriver.allocation_id(base, device) for base, (device, _) in self._found.items())
+        return tuple(
+            number for device, bases in self._bases.items() for number in cudadriver.allocation_ids([*bases], device)
+        )
 
 
 def is_expandable(tensor: torch.Tensor) -> bool:
