@@ -14,7 +14,7 @@ from rdt_core.sync import WeightSync
 
 pytestmark = pytest.mark.integration
 
-TIMEOUT_S = 12.0
+TIMEOUT_S = 8.0
 #: what a loaded machine may take on top of a deadline
 SLACK_S = 40.0
 

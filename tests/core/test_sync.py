@@ -410,6 +410,23 @@ def test_parameters_that_moved_below_an_arena_cost_no_new_plan(group, mode):
     assert made.control.status().epoch == epoch
 
 
+def test_a_replica_that_was_detached_may_come_back_under_its_name(group):
+    made = group(2, 2, mode="snapshot")
+    made.attach()
+    made.publish(1)
+    made.syncs[0].detach(made.replica)
+    with pytest.raises(MembershipError, match="no replica named 'module' is attached"):
+        made.syncs[0].reconnect(made.replica)
+    made.publish(2)
+    assert_serves(made, 1)
+    made.attach()
+    made.publish(3)
+    assert_serves(made, 3)
+    made.syncs[0].reconnect(made.replica)
+    made.publish(4)
+    assert_serves(made, 4)
+
+
 class Offloading(Sharded):
     """A source that says where its parameters are, and that they are gone."""
 

@@ -53,6 +53,7 @@ ORDER = (
     ("control", "engines", "report", "cluster"),
     ("publisher", "receiver"),
     ("sync",),
+    ("adapter",),
     ("demo",),
     ("cli",),
 )

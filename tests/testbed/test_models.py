@@ -40,6 +40,21 @@ def test_checkpoint_of_experts_has_a_tensor_for_each(tmp_path: Path) -> None:
             assert f"model.layers.1.mlp.experts.{expert}.{projection}.weight" in stored
 
 
+def test_checkpoint_of_mixtral_has_its_own_names(tmp_path: Path) -> None:
+    stored = load_file(models.save(models.build("mixtral"), tmp_path) / "model.safetensors")
+    assert {f"model.layers.1.block_sparse_moe.experts.7.w{part}.weight" for part in (1, 2, 3)} <= stored.keys()
+
+
+def test_glm_has_what_the_other_families_have_one_by_one(tmp_path: Path) -> None:
+    stored = load_file(models.save(models.build("glm4-moe"), tmp_path) / "model.safetensors")
+    assert {f"model.layers.0.self_attn.{part}_proj.bias" for part in "qkv"} <= stored.keys()
+    assert {"model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj.weight"} <= stored.keys()
+    moe = "model.layers.1.mlp."
+    assert {moe + name for name in ("gate.e_score_correction_bias", "shared_experts.up_proj.weight")} <= stored.keys()
+    assert stored[moe + "gate.e_score_correction_bias"].abs().min() > 0
+    assert not any(name.startswith("model.layers.2.") for name in stored)
+
+
 def test_seed_decides_the_values() -> None:
     one, same, other = (models.build("qwen3", seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)

@@ -1,7 +1,7 @@
 """rdt moves a model's weights from the ranks that train it to the ranks that serve it, over Ray Direct Transport and NIXL.
 
 A trainer joins a group with a `WeightSource` and publishes versions; engines are attached through clients of their
-adapter (`rdt_vllm`). Everything else lives in the modules of this package; the command is `rdt`.
+adapters (`rdt_vllm`, `rdt_sglang`). Everything else lives in the modules of this package; the command is `rdt`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .actoroptions import make_actor as make_actor
     from .actoroptions import server_options as server_options
     from .actoroptions import trainer_options as trainer_options
+    from .adapter import SyncAdapter as SyncAdapter
     from .cluster import place as place
     from .cluster import release as release
     from .engines import ConnectInfo as ConnectInfo
@@ -41,6 +42,7 @@ _HOMES = {
     "Placement": "placement",
     "RdtError": "errors",
     "Shard": "sources",
+    "SyncAdapter": "adapter",
     "SyncReport": "wire",
     "TensorMeta": "wire",
     "WeightSource": "sources",
@@ -64,6 +66,7 @@ __all__ = [
     "Placement",
     "RdtError",
     "Shard",
+    "SyncAdapter",
     "SyncReport",
     "TensorMeta",
     "WeightSource",

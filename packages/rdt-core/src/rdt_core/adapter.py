@@ -126,7 +126,7 @@ class SyncAdapter:
                 self._engines[engine] = client
             elif self._doubted:
                 # in place: a living engine keeps its links, one that was started again plans and takes its place
-                sync._connect(known, self._timeout_s)
+                sync.reconnect(known)
         self._doubted = False
 
     def _made(self, engine: Any) -> EngineClient:

@@ -81,6 +81,10 @@ class Control(ABC):
         """See `Coordinator.connect`."""
         self._quick("connect", wire.encode(manifest), epoch)
 
+    def knows(self, reader: str, incarnation: str) -> bool:
+        """See `Coordinator.knows`."""
+        return bool(self._quick("knows", reader, incarnation))
+
     def disconnect(self, reader: str, incarnation: str) -> None:
         """See `Coordinator.disconnect`."""
         self._quick("disconnect", reader, incarnation)

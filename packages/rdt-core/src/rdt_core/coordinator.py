@@ -101,6 +101,10 @@ class Coordinator:
         """
         self._syncs.lost(self._members.connect(manifest, epoch), "connect", "it connected again as another incarnation")
 
+    async def knows(self, reader: str, incarnation: str) -> bool:
+        """Returns whether an engine rank is connected as this incarnation: not once its replica was detached."""
+        return self._members.find(reader, incarnation) is not None
+
     async def disconnect(self, reader: str, incarnation: str) -> None:
         """Removes an engine rank; fails a sync that it takes part in. Nothing happens for another incarnation."""
         found = self._members.find(reader, incarnation)

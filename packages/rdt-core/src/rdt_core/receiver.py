@@ -98,8 +98,9 @@ class Receiver:
             VersionError: the other side runs what cannot work with this one.
         """
         epoch, manifests = self.control.sources(self.timeout_s)
-        if self._connection is not None and self._connection.epoch == epoch:
-            return self._connection.manifest
+        known = self._connection
+        if known is not None and known.epoch == epoch and self.control.knows(self.name, known.manifest.incarnation):
+            return known.manifest
         mine = versions.check_local(need_nixl=any(kind in ("prepared", "ray") for kind in self.kinds))
         for manifest in manifests:
             versions.check_peer(mine, manifest.versions, f"source rank {manifest.rank}")

@@ -167,6 +167,21 @@ class WeightSync:
         self._connect(client, self._timeout_s if timeout_s is None else timeout_s)
         self._clients[client.name] = client
 
+    def reconnect(self, client: EngineClient, *, timeout_s: float | None = None) -> None:
+        """Connects an attached replica again, in place, e.g. after its engine was started again. On rank 0 only.
+
+        A living engine keeps its links; one that was started again plans and takes its old place. It has no new weights
+        before the next publish.
+
+        Raises:
+            MembershipError: the replica is not attached.
+            CoverageError, EngineError: as `attach`.
+        """
+        if client.name not in self._clients:
+            raise MembershipError(f"no replica named {client.name!r} is attached to group {self.group!r}; attach it")
+        self._connect(client, self._timeout_s if timeout_s is None else timeout_s)
+        self._clients[client.name] = client
+
     def detach(self, client: EngineClient | str) -> None:
         """Takes a replica out of the group (also one that died). The engine itself is left alone."""
         name = client if isinstance(client, str) else client.name

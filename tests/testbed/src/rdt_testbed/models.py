@@ -15,7 +15,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -23,7 +25,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-Kind = Literal["llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "deepseek-v2", "deepseek-v3"]
+Kind = Literal[
+    "llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "mixtral", "deepseek-v2", "deepseek-v3", "glm4-moe"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _BASE: dict[str, Any] = {
@@ -74,8 +78,21 @@ _MLA: dict[str, Any] = {
         "beta_slow": 1,
     },
 }
-
-
+#: as GLM-4.5: biases of query, key and value, norms of query and key, rotary positions in half of each head
+_GLM: dict[str, Any] = {
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    # transformers counts a layer for multi-token prediction where this is not said, and builds none
+    "num_nextn_predict_layers": 0,
+}
 #: the router of the third version, as its published configuration names it
 _NOAUX: dict[str, Any] = {
     "q_lora_rank": 24,
@@ -90,8 +107,9 @@ def config(kind: Kind, **changes: Any) -> PreTrainedConfig:
 
     Args:
         kind: `llama` (untied embeddings), `llama-tied` (as SmolLM2), `qwen2` (query, key and value biases), `qwen3`
-            (query and key norms), `qwen3-moe` (8 experts in every layer), `deepseek-v2` or `deepseek-v3` (MLA, without
-            and with a low-rank query; a dense layer, then 8 experts and a shared one).
+            (query and key norms), `qwen3-moe` and `mixtral` (8 experts in every layer), `deepseek-v2` or `deepseek-v3`
+            (MLA, without and with a low-rank query; a dense layer, then 8 experts and a shared one), `glm4-moe` (biases,
+            norms and half-rotary heads over the same layers).
         changes: fields of the configuration to set otherwise, e.g. `vocab_size=250` for padded vocabularies.
     """
     match kind:
@@ -106,10 +124,14 @@ def config(kind: Kind, **changes: Any) -> PreTrainedConfig:
             return Qwen3Config(**_BASE | changes)
         case "qwen3-moe":
             return Qwen3MoeConfig(**_BASE | _MOE | changes)
+        case "mixtral":
+            return MixtralConfig(**_BASE | {"num_local_experts": 8, "num_experts_per_tok": 2} | changes)
         case "deepseek-v2":
             return DeepseekV2Config(**_BASE | _MLA | {"q_lora_rank": None, "scoring_func": "softmax"} | changes)
         case "deepseek-v3":
             return DeepseekV3Config(**_BASE | _MLA | _NOAUX | changes)
+        case "glm4-moe":
+            return Glm4MoeConfig(**_BASE | _GLM | changes)
     raise ValueError(f"no tiny model {kind!r}; there are {', '.join(KINDS)}")
 
 
