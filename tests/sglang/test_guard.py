@@ -196,3 +196,27 @@ def test_one_record_for_each_scheduler():
     one, other = Scheduler(), Scheduler()
     assert state_of(one) is state_of(one)
     assert state_of(one) is not state_of(other)
+
+
+def test_a_paused_loop_rests_while_weights_are_written(monkeypatch):
+    rests = []
+    monkeypatch.setattr(guard.time, "sleep", rests.append)
+
+    class Scheduler:
+        pass
+
+    scheduler = Scheduler()
+    state = guard.state_of(scheduler)
+
+    def turn():
+        before = len(rests)
+        assert guard.around_requests(lambda scheduler, requests: "handled", scheduler, []) == "handled"
+        return len(rests) > before
+
+    assert not turn()  # it generates
+    state.acknowledge("retract")
+    assert not turn()  # paused by somebody else
+    state.open(1, 5)
+    state.writing()
+    assert turn()
+    assert rests == [guard.REST_S]

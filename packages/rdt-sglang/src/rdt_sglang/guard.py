@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 Phase = Literal["idle", "open", "writing", "received", "torn"]
 
 _ATTRIBUTE = "_rdt_sync_state"
+#: seconds that a paused event loop rests in every turn while weights are written: it turns without a pause of its own, and
+#: would take the interpreter from the thread that pulls them
+REST_S = 0.0005
 #: seconds beyond a phase's own deadline in which the driver may take the next step
 SLACK_S = 30.0
 
@@ -249,6 +252,8 @@ def around_requests(original: Callable[..., Any], scheduler: Any, recv_reqs: lis
     """AROUND `Scheduler.process_input_requests`: a torn replica answers new requests at once, with an error."""
     state = state_of(scheduler)
     if state.paused is None or not any(_is_work(request) for request in recv_reqs):
+        if state.paused is not None and state.phase != "idle" and not recv_reqs:
+            time.sleep(REST_S)
         return original(scheduler, recv_reqs)
     torn = _some(Ranks.work(_parallel()), state.torn())
     if torn is None:
