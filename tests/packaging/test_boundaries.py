@@ -51,6 +51,7 @@ ORDER = (
     ("linking",),
     ("coordinator",),
     ("control", "engines", "report", "cluster"),
+    ("contents",),
     ("publisher", "receiver"),
     ("sync",),
     ("adapter",),
