@@ -7,18 +7,26 @@ tests said. Tests that need a GPU are skipped where there is none.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from rdt_testbed import processes, sharedmemory
+from rdt_testbed import processes, programs, sharedmemory
 from rdt_testbed.cluster import Cluster, local_cluster, quiet_ray
+from rdt_testbed.warm import Warm
 
 GRACE_S = 20.0
 
 quiet_ray()
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # every process would compile the frameworks anew, 8 seconds each
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(
+        Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
+    )
+    sys.dont_write_bytecode = False
 # No test may depend on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -36,6 +44,26 @@ def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """
     with local_cluster(gpus=getattr(request, "param", 0)) as cluster:
         yield cluster
+
+
+def _warm(modules: Sequence[str], environment: dict[str, str]) -> Iterator[Warm | None]:
+    if Path("/proc/driver/nvidia").exists():
+        yield None  # what imports them may ask CUDA for devices, and then its forks cannot use any
+        return
+    with Warm(modules, {"OMP_NUM_THREADS": "1", **environment}) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def warm_vllm() -> Iterator[Warm | None]:
+    """Where programs that use vLLM are forked from; None: everything starts anew, as in `programs.run`."""
+    yield from _warm(programs.VLLM_MODULES, programs.VLLM_ENVIRONMENT)
+
+
+@pytest.fixture(scope="session")
+def warm_sglang() -> Iterator[Warm | None]:
+    """Where programs that use SGLang are forked from; or None."""
+    yield from _warm(programs.SGLANG_MODULES, programs.SGLANG_ENVIRONMENT)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,10 +14,25 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rdt_testbed.warm import Warm
+
 pytestmark = pytest.mark.engine
 
 TIMEOUT_S = 400
 STEP_FIELDS = {"version", "reward", "seconds", "phases", "bytes", "mode", "links", "max_abs_logprob_error"}
+
+
+#: the compiler of vLLM's and SGLang's samplers would take longer than the run
+ENVIRONMENT = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+
+
+def _run(command: list[str], fork: Warm | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command; with `fork`, it and its engine are forked from what has imported the engine already."""
+    return subprocess.run(
+        [fork.python, *command[1:]] if fork else command,
+        env={**ENVIRONMENT, **(fork.variables if fork else {})},
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
 
 
 def _command(checkpoint: Path, out: Path, *arguments: str) -> list[str]:
@@ -32,12 +48,10 @@ def _payload(checkpoint: Path, itemsize: int) -> int:
 
 
 def test_json_is_the_report_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        _command(checkpoint, tmp_path, "--steps", "2", "--json"), capture_output=True, timeout=TIMEOUT_S, check=False
-    )
-    assert result.returncode == 0, result.stderr.decode()
+    result = _run(_command(checkpoint, tmp_path, "--steps", "2", "--json"))  # all anew, as a user's
+    assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert result.stdout == (tmp_path / "report.json").read_bytes()
+    assert result.stdout == (tmp_path / "report.json").read_text()
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
     assert set(report) == {"trainer", "engine", "model", "steps"}
@@ -58,14 +72,9 @@ def test_json_is_the_report_and_nothing_else(checkpoint: Path, tmp_path: Path) -
         assert step["max_abs_logprob_error"] < 1e-4
 
 
-def test_sglang_serves_every_version(checkpoint: Path, tmp_path: Path) -> None:
-    result = subprocess.run(
-        _command(checkpoint, tmp_path, "--engine", "sglang", "--steps", "2", "--json"),
-        capture_output=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr.decode()
+def test_sglang_serves_every_version(checkpoint: Path, tmp_path: Path, warm_sglang: Warm | None) -> None:
+    result = _run(_command(checkpoint, tmp_path, "--engine", "sglang", "--steps", "2", "--json"), warm_sglang)
+    assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["engine"].startswith("sglang 0.")
     assert [step["version"] for step in report["steps"]] == [1, 2]
@@ -78,11 +87,11 @@ def test_sglang_serves_every_version(checkpoint: Path, tmp_path: Path) -> None:
         assert step["max_abs_logprob_error"] < 1e-4
 
 
-def test_the_table_tells_mode_and_link_that_were_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_table_tells_mode_and_link_that_were_asked_for(
+    checkpoint: Path, tmp_path: Path, warm_vllm: Warm | None
+) -> None:
     arguments = ("--steps", "1", "--dtype", "bfloat16", "--mode", "bucket", "--link", "prepared")
-    result = subprocess.run(
-        _command(checkpoint, tmp_path, *arguments), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    result = _run(_command(checkpoint, tmp_path, *arguments), warm_vllm)
     assert result.returncode == 0, result.stderr
     row = next(line.split("│") for line in result.stdout.splitlines() if line.startswith("│       1 "))
     assert row[6].strip() == "bucket"
@@ -92,11 +101,11 @@ def test_the_table_tells_mode_and_link_that_were_asked_for(checkpoint: Path, tmp
     assert "every version served was the version trained" in result.stdout
 
 
-def test_an_engine_that_serves_other_weights_ends_the_run(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_engine_that_serves_other_weights_ends_the_run(
+    checkpoint: Path, tmp_path: Path, warm_vllm: Warm | None
+) -> None:
     program = Path(__file__).with_name("reloading_program.py")
-    result = subprocess.run(
-        [sys.executable, program, checkpoint, tmp_path], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    result = _run([sys.executable, str(program), str(checkpoint), str(tmp_path)], warm_vllm)
     assert result.returncode == 1, result.stderr
     assert "DemoError: version 1: the engine's log-probabilities differ from the trainer's" in result.stderr
     assert not (tmp_path / "report.json").exists()

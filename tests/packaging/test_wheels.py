@@ -138,13 +138,15 @@ def test_installs_and_imports_alone(
         cwd=tmp_path,
     )
     arguments = [python, "-c", IMPORT_ALL, package.replace("-", "_"), framework, *FRAMEWORKS]
-    result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    # bytecode of an environment that goes away would stay in the run's own folder for it
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(arguments, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     modules, frameworks = result.stdout.split(maxsplit=1)
     assert frameworks.strip() == "[]", "a framework was imported by importing us"
     assert int(modules) > 10 or package in ("rdt-megatron", "rdt-sglang", "rdt-vllm")
     if package == "rdt-core":
         command = [environment / "bin" / "rdt", "--help"]
-        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        shown = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
         assert shown.returncode == 0, shown.stderr
         assert "demo" in shown.stdout

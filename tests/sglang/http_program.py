@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 import serving_trainers as serving
 from serving_trainers import GREEDY, PROMPTS, TOKENS, Trainers, logprob_error, raised, soon
 
-from rdt_testbed import models
+from rdt_testbed import models, warm
 from rdt_testbed.cluster import local_cluster
 
 KIND: models.Kind = "llama-tied"
@@ -29,6 +30,11 @@ KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 NAMESPACE = "engines"
 LONG = 160
+
+
+def fail() -> None:
+    time.sleep(1.0)  # the readers have some of the bytes by then
+    raise RuntimeError("the trainer ran into something")
 
 
 class Run:
@@ -51,8 +57,8 @@ class Run:
             given += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         if self.settings.get("launcher"):
             where = ["--ray-address", self.address, "--ray-namespace", NAMESPACE]
-            return [sys.executable, "-m", "rdt_sglang.launch_server", *where, "--", *given]
-        return [sys.executable, "-m", "sglang.launch_server", *given, *(["--use-ray"] if self.settings["ray"] else [])]
+            return [warm.python(), "-m", "rdt_sglang.launch_server", *where, "--", *given]
+        return [warm.python(), "-m", "sglang.launch_server", *given, *(["--use-ray"] if self.settings["ray"] else [])]
 
     def all(self) -> dict[str, Any]:
         environment = {**os.environ, "TMPDIR": str(self.folder)}  # SGLang leaves its sockets
@@ -136,7 +142,27 @@ class Run:
         results["unchanged"] = healed.version(deadline=soon()) == self.version
         self.sync(healed, 41)
         self.trainers.all("leave")
+        self.torn()
         results["imported"] = self.trainers.imported("sglang")
+
+    def torn(self) -> None:
+        """A sync that fails half-way, a request right after it, and the sync that heals."""
+        self.trainers.all("join", "torn", {"mode": "bucket", "bucket_bytes": 65536, "timeout_s": 30})
+        client = self.client(name="torn")
+        self.trainers.first("attach", client)
+        self.sync(client, 51)
+        self.trainers.all("set", 52)
+        ranks = self.trainers.ranks
+        refs = [
+            ranks[0].publish.remote(self.version + 1),
+            ranks[1].publish_until.remote(self.version + 1, 2, fail),
+        ]  # fmt: skip
+        self.results["torn"] = [raised(lambda ref=ref: ray.get(ref, timeout=100)) for ref in refs]
+        self.results["torn_request"] = raised(lambda: self.generate(2))
+        self.results["torn_version"] = client.version(deadline=soon()) == self.version
+        self.version += 1
+        self.sync(client, 53)
+        self.trainers.all("leave")
 
     def found(self) -> None:
         """The actors of a server that was started with a namespace."""

@@ -19,7 +19,7 @@ import serving_trainers as serving
 from serving_trainers import GREEDY, PROMPTS, TOKENS, Trainers, logprob_error, raised, soon
 
 from rdt_testbed import models
-from rdt_testbed.cluster import NAMESPACE, forget_nixl
+from rdt_testbed.cluster import NAMESPACE, forget_nixl, workers_environment
 
 LONG = 160
 KIND: models.Kind = "qwen3"
@@ -197,7 +197,10 @@ def main() -> dict[str, Any]:
     )
     try:
         nodes.add_node(num_cpus=1, num_gpus=1, object_store_memory=128 << 20)
-        ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=bool(os.environ.get("RDT_TEST_LOGS")))
+        ray.init(
+            address=nodes.address, namespace=NAMESPACE, log_to_driver=bool(os.environ.get("RDT_TEST_LOGS")),
+            runtime_env=workers_environment(),
+        )  # fmt: skip
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             models.save(models.build(KIND, seed=0, max_position_embeddings=512), folder / "start")

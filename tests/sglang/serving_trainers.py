@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ class Trainers:
         import ray
 
         self.kind = kind
-        actor = ray.remote(Trainer).options(num_cpus=0)
+        # no forks of a process that has imported SGLang: whether they import it is one of the questions
+        actor = ray.remote(Trainer).options(num_cpus=0, runtime_env={"py_executable": sys.executable})
         self.ranks = [actor.remote(rank, str(folder / "rendezvous"), kind) for rank in range(WORLD)]
 
     def all(self, method: str, *arguments: Any, timeout: float = 180) -> list[Any]:

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 
 
-def test_one_trainer_feeds_vllm_and_sglang_at_the_same_time():
-    found = run(HERE / "both_program.py", timeout_s=590, environment=SGLANG_ENVIRONMENT)
+def test_one_trainer_feeds_vllm_and_sglang_at_the_same_time(warm_sglang):
+    found = run(HERE / "both_program.py", timeout_s=590, environment=SGLANG_ENVIRONMENT, fork=warm_sglang)
     assert [name.split()[0] for name in found["names"]] == ["vllm", "sglang"]
     alone, *together = found["syncs"]
     assert alone["readers"] == ["vllm/0"]

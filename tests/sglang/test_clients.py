@@ -175,8 +175,18 @@ def test_an_abort_is_told_only_where_something_began(server):
     client.begin(7, deadline=soon())
     client.abort(7, "why", deadline=soon())
     client.abort(7, "why", deadline=soon())
-    assert server.order == ["rdt/weights:begin", "rdt/weights:abort"]
+    assert server.order == ["rdt/weights:begin", "rdt/weights:abort", "rdt/weights:status"]
     assert server.body("rdt/weights:abort")["arguments"] == {"reason": "version 7: why"}
+
+
+def test_only_a_torn_replica_is_let_answer_after_an_abort(server):
+    # SGLang's tokenizer would hold new requests, which torn schedulers refuse; whole ones would generate
+    client = SglangHttpEngine(server.url)
+    torn = [{"rank": 0, "torn": None}, {"rank": 1, "torn": "half of version 7"}]
+    server.answers["rdt/weights:status"] = (200, {"results": torn})
+    client.begin(7, deadline=soon())
+    client.abort(7, "why", deadline=soon())
+    assert server.order[-2:] == ["rdt/weights:status", "continue_generation"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rdt_testbed.programs import SGLANG_ENVIRONMENT, run
+from rdt_testbed.warm import Warm
 
 pytestmark = pytest.mark.engine
 
@@ -16,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found(warm_sglang: Warm | None) -> dict[str, Any]:
     # a vocabulary that SGLang pads, MLA with its derived matrices, and experts
     return run(
         HERE / "landing_program.py",
@@ -24,6 +25,7 @@ def found() -> dict[str, Any]:
         json.dumps({"vocab_size": 250}),
         timeout_s=580,
         environment={**SGLANG_ENVIRONMENT, "PYTHONPATH": str(HERE)},
+        fork=warm_sglang,
     )
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from rdt_testbed.programs import SGLANG_ENVIRONMENT, run
+from rdt_testbed.warm import Warm
 
 pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
 
 
-def http(**settings: Any) -> dict[str, Any]:
-    return run(HERE / "http_program.py", json.dumps(settings), timeout_s=590, environment=SGLANG_ENVIRONMENT)
+def http(fork: Warm | None, **settings: Any) -> dict[str, Any]:
+    return run(HERE / "http_program.py", json.dumps(settings), timeout_s=590, environment=SGLANG_ENVIRONMENT, fork=fork)
 
 
 def assert_exact(found: dict[str, Any], ranks: int) -> None:
@@ -38,6 +39,10 @@ def assert_exact(found: dict[str, Any], ranks: int) -> None:
     assert "no sync is running" in errors["pull"]
     assert errors["abort"] == "nothing"
     assert "no answer" in errors["gone"]
+    assert all("the trainer ran into something" in error for error in found["torn"])
+    assert "status 503" in found["torn_request"]  # nobody has resumed anything since the sync failed
+    assert "this replica refuses to generate" in found["torn_request"]
+    assert found["torn_version"]
     refused = found["refused"]
     assert "status 401" in refused["key"]
     assert "status 401" in refused["actors_key"]
@@ -49,8 +54,8 @@ def assert_exact(found: dict[str, Any], ranks: int) -> None:
     assert "acknowledged no pause" in refused["begin"]
 
 
-def test_stock_server_with_scheduler_actors():
-    found = http(ray=True, tp=1)
+def test_stock_server_with_scheduler_actors(warm_sglang):
+    found = http(warm_sglang, ray=True, tp=1)
     assert_exact(found, 1)
     assert [actor["state"] for actor in found["actors"]["actors"]] == ["ALIVE"]
     assert found["errors"]["found"] == "nothing"
@@ -60,8 +65,8 @@ def test_stock_server_with_scheduler_actors():
     assert found["imported"][1] is False
 
 
-def test_stock_server_with_plain_processes():
-    found = http(ray=False, tp=2)
+def test_stock_server_with_plain_processes(warm_sglang):
+    found = http(warm_sglang, ray=False, tp=2)
     assert_exact(found, 2)
     assert found["actors"]["mode"] == "processes"
     assert len(found["actors"]["pids"]) == 2
@@ -69,8 +74,8 @@ def test_stock_server_with_plain_processes():
     assert found["imported"] == [False, False]
 
 
-def test_server_of_rdts_launcher():
-    found = http(ray=True, tp=1, launcher=True)
+def test_server_of_rdts_launcher(warm_sglang):
+    found = http(warm_sglang, ray=True, tp=1, launcher=True)
     assert found["engines"] == 1
     assert found["handles"] == 1
     assert found["by_name"] == "nothing"

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 
 
 def test_a_server_serves_syncs_crashes_and_starts_again():
+    # no forks: what a scheduler's death does to the others and what it leaves behind are among the questions
     found = run(HERE / "server_program.py", timeout_s=590, environment=SGLANG_ENVIRONMENT)
     assert all(name.startswith("sglang 0.5.") for name in found["names"])
     assert found["before"] is None

@@ -18,7 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from rdt_testbed import models
+from rdt_testbed import models, warm
 from rdt_testbed.cluster import local_cluster
 
 # `vllm serve` itself asks for a distribution named vllm, which the CPU build is not; this is the same server
@@ -55,7 +55,7 @@ def main(folder: Path, address: str) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
     environment.pop("RAY_ADDRESS", None)
     log = (folder / "server.log").open("w")
-    server = subprocess.Popen([sys.executable, *SERVE, *arguments], env=environment, stdout=log, stderr=log)
+    server = subprocess.Popen([warm.python(), *SERVE, *arguments], env=environment, stdout=log, stderr=log)
     results: dict[str, Any] = {"errors": {}, "syncs": []}
     try:
         trainers = program.make_trainers(folder, "http", {"kind": "qwen3"})

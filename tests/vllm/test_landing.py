@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rdt_testbed.programs import VLLM_ENVIRONMENT, run
+from rdt_testbed.warm import Warm
 
 pytestmark = pytest.mark.engine
 
@@ -22,7 +23,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=CASES, ids=list(CASES))
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, warm_vllm: Warm | None
+) -> dict[str, Any]:
     kind = request.param
     return run(
         PROGRAM,
@@ -31,6 +34,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         json.dumps(CASES[kind]),
         timeout_s=400,
         environment={**VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        fork=warm_vllm,
     )
 
 

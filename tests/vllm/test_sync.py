@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rdt_testbed.programs import VLLM_ENVIRONMENT, run
+from rdt_testbed.warm import Warm
 
 pytestmark = pytest.mark.engine
 
@@ -31,18 +32,13 @@ LONG_RUNS = {
 }
 
 
-def sync(timeout_s: float = 580, environment: dict[str, str] | None = None, **settings: Any) -> dict[str, Any]:
-    return run(
-        HERE / "sync_program.py",
-        json.dumps(settings),
-        timeout_s=timeout_s,
-        environment={**VLLM_ENVIRONMENT, **(environment or {})},
-    )
+def sync(fork: Warm | None, **settings: Any) -> dict[str, Any]:
+    return run(HERE / "sync_program.py", json.dumps(settings), timeout_s=580, environment=VLLM_ENVIRONMENT, fork=fork)
 
 
 def assert_exact(found: dict[str, Any], groups: list[dict[str, Any]] | None = None, tolerance: float = 1e-4) -> None:
     count = len(groups or [{}])
-    assert found["unchanged"] == [True] * count
+    assert found["unchanged"] is True
     assert found["equals_loader"] == [True] * count
     for entry in found["syncs"]:
         assert entry["said"] == entry["version"], entry
@@ -58,11 +54,11 @@ def assert_exact(found: dict[str, Any], groups: list[dict[str, Any]] | None = No
 
 
 @pytest.fixture(scope="module", params=["tp1", "tp2"])
-def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """One engine start for all that can be asked of one engine: every group of it, then what goes wrong."""
+def found(request: pytest.FixtureRequest, warm_vllm: Warm | None) -> dict[str, Any]:
+    """One engine start for all that can be asked of one engine: every group of it, then calls out of order."""
     kind, engine, groups = LONG_RUNS[request.param]
-    found = sync(kind=kind, engine=engine, groups=groups, in_flight=True, failures=True, faults=True)
-    return {**found, "groups": groups, "ranks": 1 if not engine else 2}
+    found = sync(warm_vllm, kind=kind, engine=engine, groups=groups, in_flight=True, failures=True)
+    return {**found, "groups": groups}
 
 
 def test_every_group_is_exact(found):
@@ -73,39 +69,35 @@ def test_every_group_is_exact(found):
     }
 
 
+@pytest.mark.thorough  # every run has two ranks of it in the matrix, and one in test_landing
 @pytest.mark.parametrize("engine", [{}, TP2], ids=["tp1", "tp2"])
-def test_mixture_of_experts(engine):
-    found = sync(kind="qwen3-moe", groups=DIAGONAL, engine=engine)
+def test_mixture_of_experts(warm_vllm, engine):
+    found = sync(warm_vllm, kind="qwen3-moe", groups=DIAGONAL, engine=engine)
     assert_exact(found, DIAGONAL)
 
 
-def test_expert_parallel_ranks_hold_what_their_loader_gives():
+def test_expert_parallel_ranks_hold_what_their_loader_gives(warm_vllm):
     # vLLM's CPU kernel cannot run it, so nothing is generated
-    found = sync(kind="qwen3-moe", generate=False, engine={**TP2, "enable_expert_parallel": True})
+    found = sync(warm_vllm, kind="qwen3-moe", generate=False, engine={**TP2, "enable_expert_parallel": True})
     assert_exact(found)
     assert any("w13_weight" in name for name in found["names"])
 
 
-def test_float32_trainers_feed_a_bfloat16_engine():
+def test_float32_trainers_feed_a_bfloat16_engine(warm_vllm):
     groups = [
         {"options": {"dtype": "bfloat16", "mode": "snapshot"}},  # cast by the trainer
         {"options": {"dtype": "bfloat16", "mode": "bucket", "bucket_bytes": 4096}},  # less than the largest tensor
         {"options": {"mode": "live"}},  # cast by the engine
     ]
-    found = sync(kind="llama-tied", changes={"vocab_size": 250}, dtype="bfloat16", groups=groups)
+    found = sync(warm_vllm, kind="llama-tied", changes={"vocab_size": 250}, dtype="bfloat16", groups=groups)
     assert_exact(found, groups, tolerance=0.1)
     sizes = {entry["group"]: entry["bytes"] for entry in found["syncs"]}
     assert sizes[1] == sizes[2] == sizes[3] // 2
 
 
-def test_workers_of_a_ray_executor():
-    found = sync(
-        kind="qwen3",
-        gpus=2,
-        engine={**TP2, "distributed_executor_backend": "ray"},
-        environment={"RDT_TESTBED_RAY_CPU": "1"},
-        failures=True,
-    )
+def test_workers_of_a_ray_executor(warm_vllm):
+    engine = {**TP2, "distributed_executor_backend": "ray"}
+    found = sync(warm_vllm, kind="qwen3", gpus=2, engine=engine, failures=True)
     assert_exact(found)
     assert_recovered(found)
 
@@ -128,7 +120,12 @@ def test_calls_out_of_order_are_refused_and_forgotten(found):
     assert_recovered(found)
 
 
-def test_a_dead_trainer_and_a_dead_worker(found):
+@pytest.mark.parametrize("size", LONG_RUNS)
+def test_a_dead_trainer_and_a_dead_worker(size):
+    kind, engine, _ = LONG_RUNS[size]
+    # no forks: what a process's death does to its parent and children is the question
+    found = sync(None, kind=kind, engine=engine, faults=True)
+    assert_exact(found)
     # a trainer's process ended in the middle of a sync: everybody hears of it in time, no version is stamped
     assert "SyncError" in found["errors"]["trainer_died"]
     assert "source rank 1" in found["errors"]["trainer_died"]
@@ -140,7 +137,7 @@ def test_a_dead_trainer_and_a_dead_worker(found):
     # the last entry of `syncs` is the sync of another group that healed it, checked by `assert_exact`
     assert found["syncs"][-1]["version"] == before + 2
 
-    assert found["victim"].startswith("VLLM::Worker_TP1" if found["ranks"] == 2 else "VLLM::Worker")
+    assert found["victim"].startswith("VLLM::Worker_TP1" if size == "tp2" else "VLLM::Worker")
     for error in found["errors"]["worker_died"]:
         assert "SyncError" in error or "EngineError" in error, error
     assert found["worker_died_after_s"] < 90
@@ -157,8 +154,8 @@ def assert_recovered(found: dict[str, Any]) -> None:
     assert found["version_after_finish"] < 900
 
 
-def test_a_server_outside_the_cluster_over_http():
-    found = run(HERE / "http_program.py", timeout_s=500, environment=VLLM_ENVIRONMENT)
+def test_a_server_outside_the_cluster_over_http(warm_vllm):
+    found = run(HERE / "http_program.py", timeout_s=500, environment=VLLM_ENVIRONMENT, fork=warm_vllm)
     assert found["version_before"] is None
     assert [entry["said"] for entry in found["syncs"]] == [1, 2]
     assert found["differ"]

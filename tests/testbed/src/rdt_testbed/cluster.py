@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from .processes import descendants
+from .warm import VARIABLE
 
 NAMESPACE = "rdt-test"
 _END_S = 20.0
@@ -44,6 +45,12 @@ def quiet_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
+def workers_environment() -> dict[str, str]:
+    """The runtime environment for `ray.init`: the workers of a program that was forked are forked as well; see `warm`."""
+    python = os.environ.get(VARIABLE)
+    return {"py_executable": python} if python else {}
+
+
 @contextmanager
 def local_cluster(gpus: int = 0, cpus: int = 4) -> Iterator[Cluster]:
     """Runs a cluster for the length of a `with` block and waits until its processes are gone.
@@ -65,6 +72,7 @@ def local_cluster(gpus: int = 0, cpus: int = 4) -> Iterator[Cluster]:
             include_dashboard=False,
             object_store_memory=256 << 20,
             log_to_driver=False,
+            runtime_env=workers_environment(),
         )
         yield Cluster(address=context.address_info["gcs_address"], namespace=NAMESPACE, gpus=gpus)
     finally:

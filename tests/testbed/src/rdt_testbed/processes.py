@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Collection
 
 import psutil
 
@@ -54,12 +55,19 @@ def describe(process: psutil.Process) -> str:
         return f"{process.pid} (gone)"
 
 
-def survivors(grace_s: float) -> list[psutil.Process]:
-    """Returns the descendants that are still there when `grace_s` seconds have passed; at once when there are none."""
+def survivors(grace_s: float, known: Collection[int] = ()) -> list[psutil.Process]:
+    """Returns the descendants that are still there when `grace_s` seconds have passed; at once when there are none.
+
+    Args:
+        grace_s: in seconds.
+        known: numbers of processes that may be there.
+    """
     deadline = time.monotonic() + grace_s
-    while (left := descendants()) and time.monotonic() < deadline:
+    while True:
+        left = [process for process in descendants() if process.pid not in known]
+        if not left or time.monotonic() > deadline:
+            return left
         time.sleep(0.1)
-    return left
 
 
 def end(processes: list[psutil.Process], grace_s: float = 5.0) -> None:

@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import processes, sharedmemory
+from . import processes, sharedmemory, warm
 
+#: both engines compile small functions of their samplers with a C++ compiler, 8 CPU seconds in each process
+_NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 #: what every vLLM process of a test needs on a machine without a GPU
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -27,6 +29,10 @@ VLLM_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
     "RDT_TESTBED_CPU_MOE": "1",
+    "RDT_TESTBED_RAY_CPU": "1",
+    # a worker that was connected to Ray ends when it is told to, not by itself
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+    **_NO_COMPILER,
 }
 #: what every SGLang process of a test needs on a machine without a GPU, with one or two tensor parallel ranks
 SGLANG_ENVIRONMENT = {
@@ -37,11 +43,43 @@ SGLANG_ENVIRONMENT = {
     "SGLANG_NCCL_SO_PATH": "/nonexistent.so",
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
+    **_NO_COMPILER,
 }
+#: imported once for all programs of an engine; see `warm`
+TRAINER_MODULES = (
+    "torch",
+    "transformers",
+    "torch.distributed.fsdp",
+    "rdt_testbed.models",
+    "megatron.core.models.gpt.gpt_layer_specs",
+)
+VLLM_MODULES = (
+    *TRAINER_MODULES,
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.async_llm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.model_executor.models.qwen3_moe",
+)
+SGLANG_MODULES = (
+    *TRAINER_MODULES,
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.qwen3_moe",
+    "sglang.srt.models.deepseek_v2",
+)
 GRACE_S = 20.0
 
 
-def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str, str] | None = None) -> dict[str, Any]:
+def run(
+    program: Path,
+    *arguments: str,
+    timeout_s: float,
+    environment: dict[str, str] | None = None,
+    fork: warm.Warm | None = None,
+) -> dict[str, Any]:
     """Runs a Python program and returns the JSON object of its last line.
 
     Args:
@@ -49,15 +87,17 @@ def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str,
         arguments: of the program.
         timeout_s: seconds after which it and everything below it is ended.
         environment: added to this process's.
+        fork: where the program, its Ray workers and its `multiprocessing` children are forked from; None: each starts anew.
 
     Raises:
         AssertionError: it failed, took too long, printed no JSON, or left processes behind (which are ended).
     """
     before = {process.pid for process in processes.descendants()}
     shared = sharedmemory.present()
+    variables = {warm.VARIABLE: fork.python} if fork else {}
     child = subprocess.Popen(
-        [sys.executable, str(program), *arguments],
-        env={**os.environ, **(environment or {})},
+        [fork.python if fork else sys.executable, str(program), *arguments],
+        env={**os.environ, **(environment or {}), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -71,7 +111,7 @@ def run(program: Path, *arguments: str, timeout_s: float, environment: dict[str,
         os.killpg(child.pid, signal.SIGKILL)
         out, err = child.communicate()
     finally:
-        left = [process for process in processes.survivors(0 if late else GRACE_S) if process.pid not in before]
+        left = processes.survivors(0 if late else GRACE_S, known=before)
         lines = [processes.describe(process) for process in left]
         processes.end(left)
         sharedmemory.remove_since(shared)

@@ -20,7 +20,9 @@ def present() -> set[Path]:
 
 def remove_since(before: set[Path]) -> None:
     """Removes what is there beside `before`, unless a process still has it."""
-    for path in present() - before - _mapped():
+    if not (new := present() - before):
+        return  # the maps of all processes take seconds
+    for path in new - _mapped():
         path.unlink(missing_ok=True)
 
 
@@ -28,8 +30,9 @@ def _mapped() -> set[Path]:
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            lines = maps.read_text(errors="replace").splitlines()
+            text = maps.read_text(errors="replace")
         except OSError:  # the process has ended, or is not ours
             continue
+        lines = text.splitlines() if f" {_FOLDER}/" in text else ()
         found |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {_FOLDER}/" in line}
     return found
