@@ -243,6 +243,41 @@ def test_refuses_subclasses_that_hide_their_memory() -> None:
         ModuleSource(module)
 
 
+class Quantised(torch.Tensor):
+    """As quantised parameters are: it shows another tensor's values and says nothing of what it wraps."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Quantised:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        args = [arg.inner.float() if isinstance(arg, cls) else arg for arg in args]
+        return function(*args, **(kwargs or {}))
+
+
+def test_refuses_subclasses_that_do_not_even_say_that_they_wrap() -> None:
+    module = nn.Linear(3, 2)
+    module.weight = nn.Parameter(Quantised(torch.ones(2, 3, dtype=torch.bfloat16)), requires_grad=False)
+    with pytest.raises(SourceError, match="'weight' is a Quantised"):
+        ModuleSource(module)
+
+
+def test_another_storage_at_the_same_address_is_another_fingerprint() -> None:
+    module = nn.Linear(64, 64, bias=False)
+    source = ModuleSource(module)
+    before, weight = source.fingerprint(), module.weight
+    kept = weight.data  # whose memory the new storage borrows
+    weight.data = torch.from_numpy(kept.numpy())
+    assert weight.data_ptr() == before[0][0]
+    assert source.fingerprint() != before
+    del kept
+
+
 def test_manifest_of_a_source_is_valid() -> None:
     tensors = tuple(ModuleSource(Head(), dtype=torch.bfloat16).metadata())
     assert wire.decode(wire.encode(tensors), tuple[wire.TensorMeta, ...]) == tensors

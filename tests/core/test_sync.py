@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -13,7 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rdt_core.control import LocalControl
 from rdt_core.coordinator import Coordinator
-from rdt_core.errors import CoverageError, MembershipError, RdtError, SourceError, SyncError, TornReplicaError
+from rdt_core.errors import (
+    CoverageError,
+    DeadlineError,
+    MembershipError,
+    RdtError,
+    SourceError,
+    SyncError,
+    TornReplicaError,
+)
 from rdt_core.publisher import Publisher
 from rdt_core.replica import ModuleReplica, ModuleWorker
 from rdt_core.sources.base import Shard
@@ -479,3 +488,51 @@ def test_live_keeps_the_memory_that_readers_know(group):
         assert alive == (names if kept else [])
         made.publish(2)
         assert_serves(made, 2)
+
+
+def test_a_join_that_failed_after_parameters_moved_is_made_up_for(group):
+    # else readers would go on with the old addresses, and the next version be stamped with the weights of an old one
+    made = group(2, 1, mode="live", kinds=("mapped",))
+    made.attach()
+    made.publish(1)
+    source = made.sources[0]
+    source.local = [(name, start, tensor.clone()) for name, start, tensor in source.local]
+    join, failed = made.control.join, []
+
+    def flaky(manifest, token):
+        if not failed:
+            failed.append(1)
+            raise DeadlineError("the coordinator did not answer in time")
+        return join(manifest, token)
+
+    made.control.join = flaky
+    with pytest.raises(RdtError, match="did not answer in time"):
+        made.publish(2)
+    assert failed
+    made.publish(3)
+    assert_serves(made, 3)
+
+
+@pytest.mark.parametrize("again", [2, 3])
+def test_ranks_that_come_later_than_a_failure_hear_of_it_at_once(group, again):
+    made = group(3, 1, mode="snapshot", timeout_s=20.0)
+    made.attach()
+    made.publish(1)
+    failing, shards = made.sources[0], made.sources[0].shards
+    failing.shards = lambda: (_ for _ in ()).throw(SourceError("its parameters are offloaded"))
+    with pytest.raises(SyncError, match="are offloaded"):
+        made.syncs[0].publish(2)
+    failing.shards = shards
+    # the failed rank is at its next publish already
+    next_one = made.pool.submit(made.syncs[0].publish, again)
+    for late in made.syncs[1:]:
+        began = time.monotonic()
+        with pytest.raises(SyncError, match=r"version 2: source rank 0 failed in check: its parameters are offloaded"):
+            late.publish(2)
+        assert time.monotonic() - began < 5
+    for source in made.sources:
+        source.fill(again)
+    others = [made.pool.submit(sync.publish, again) for sync in made.syncs[1:]]
+    assert {one.result(20).version for one in (next_one, *others)} == {again}
+    made.publish(again + 1)
+    assert_serves(made, again + 1)

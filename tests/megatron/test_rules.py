@@ -29,7 +29,7 @@ from rdt_megatron.rules import is_expert, match
 pytestmark = pytest.mark.unit
 
 
-def local(tensor: torch.Tensor, size: int, rank: int, *, cut: bool = True, vocab: int = 0, **config: int) -> Local:
+def local(tensor: torch.Tensor, size: int, rank: int, *, vocab: int = 0, **config: int) -> Local:
     return Local(
         name="decoder.layers.3.x.weight",
         fields={"layer": "3", "kind": "weight", "expert": "4"},
@@ -37,7 +37,6 @@ def local(tensor: torch.Tensor, size: int, rank: int, *, cut: bool = True, vocab
         strides=tensor.stride(),
         tp_size=size,
         tp_rank=rank,
-        is_cut=cut,
         experts=config.pop("experts", 0),
         config=SimpleNamespace(**config),
         vocab_size=vocab,
@@ -68,7 +67,6 @@ def numbered(*shape: int) -> torch.Tensor:
     ("rule", "cut"),
     [
         (Rows("x.{kind}", "w.{kind}"), lambda full, size: full.chunk(size)),
-        (RowsIfCut("x.{kind}", "w.{kind}"), lambda full, size: full.chunk(size)),
         (Columns("x.{kind}", "w.{kind}"), lambda full, size: full.chunk(size, 1)),
         (Whole("x.{kind}", "w.{kind}"), lambda full, size: [full] * size),
         (Vocabulary("x.{kind}", "w.{kind}"), lambda full, size: full.chunk(size)),
@@ -80,9 +78,22 @@ def test_one_tensor_cut_over_ranks(rule: Rule, cut: Callable, size: int) -> None
     assert torch.equal(assemble(rule, parts, vocab=8)["w.weight"], full)
 
 
-def test_a_parameter_that_may_be_cut_is_whole_where_megatron_does_not_say_so() -> None:
-    full = numbered(8, 12)
-    assert torch.equal(assemble(RowsIfCut("x", "w"), [full, full], cut=False)["w"], full)
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_parameter_that_may_be_cut_says_so_by_its_rows(cut: bool) -> None:
+    full, rule = numbered(8, 12), RowsIfCut("x", "w", ("lora", "rope"))
+    parts = [part.contiguous() for part in full.chunk(2)] if cut else [full, full]
+    assert torch.equal(assemble(rule, parts, lora=6, rope=2)["w"], full)
+    with pytest.raises(SourceError, match=r"neither all nor an equal share of 10 rows \(lora \+ rope\)"):
+        assemble(rule, parts, lora=6, rope=4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [(Whole("x", "w.{expert}.{head}"), r"'head' is no placeholder"), (Columns("x", "w"), r"only a matrix or a bias")],
+)
+def test_rules_that_fit_no_parameter_say_so(rule: Rule, text: str) -> None:
+    with pytest.raises(SourceError, match=rf"parameter 'decoder.layers.3.x.weight' of shape .*{text}"):
+        rule.pieces(local(numbered(2, 3, 4), 1, 0))
 
 
 def test_a_bias_after_a_row_parallel_product_is_whole() -> None:

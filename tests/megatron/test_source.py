@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rdt_core.errors import SourceError
 from rdt_core.sources import WatchedSource, WeightSource
@@ -216,6 +218,43 @@ def test_a_family_of_ones_own() -> None:
     assert names(source(model, family=mine)) == {"h.0.x", "model.embed_tokens.weight"}
 
 
+def test_latent_projections_that_transformer_engine_duplicates() -> None:
+    parameters = [
+        ("self_attention.linear_q_down_proj.weight", (6, 8)),
+        ("self_attention.linear_kv_down_proj.weight", (7, 8)),
+    ]
+    latent = config(multi_latent_attention=True, q_lora_rank=6, kv_lora_rank=4, qk_pos_emb_head_dim=3)
+    model = chunk({0: parameters}, {}, config=latent)
+    for parameter in model.parameters():
+        parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # as Transformer-Engine marks every weight
+    made = source(model, HUGGING_FACE | {"model_type": "deepseek_v3"}, parallel=Parallel(tp_size=2, tp_rank=1))
+    assert [(shard.offset, tuple(shard.tensor.shape)) for shard in made.shards()] == [
+        ((0, 0), (6, 8)),
+        ((0, 0), (7, 8)),
+    ]
+    assert [tensor.shape for tensor in made.metadata()] == [(6, 8), (7, 8)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layernorm_zero_centered_gamma": True}, {"rotary_interleaved": True}, {"moe_mlp_glu_interleave_size": 32},
+        {"moe_shared_expert_glu_interleave_size": 32},
+    ],
+)  # fmt: skip
+def test_parameters_that_hold_other_numbers_than_a_checkpoint_are_refused(changes: dict[str, Any]) -> None:
+    model = chunk({0: LOCAL}, OUTSIDE, config=config(**changes))
+    for given in ((HUGGING_FACE,), (model.config, "qwen3", 30)):
+        with pytest.raises(SourceError, match=rf"says {next(iter(changes))}=.*pass a Family of your own"):
+            source(model, *given[:1], **dict(zip(("family", "vocab_size"), given[1:], strict=False)))
+    assert source(model, family=family_of("qwen3"))
+
+
+def test_two_chunks_with_the_same_layers_are_refused() -> None:
+    with pytest.raises(SourceError, match=r"two of the model's chunks hold 'decoder.layers.1.input_layernorm.weight'"):
+        source([chunk({0: LOCAL, 1: LOCAL}, OUTSIDE), chunk({1: LOCAL}, {})])
+
+
 def test_two_parameters_for_one_tensor_are_refused() -> None:
     model = chunk({0: [*LOCAL, ("self_attention.linear_qkv.layer_norm_weight", (8,))]}, OUTSIDE)
     with pytest.raises(SourceError, match=r"would both be checkpoint tensor 'model.layers.0.input_layernorm.weight'"):
@@ -289,6 +328,26 @@ class TestExperts:
             source(model, HUGGING_FACE | {"model_type": "qwen3_moe"})
 
 
+def test_the_bias_of_a_router_that_was_cast_with_the_model_travels_as_the_router_will_keep_it() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("expert_bias", torch.ones(8))
+
+        def _maintain_float32_expert_bias(self) -> None:  # as Megatron's does, in its first forward pass
+            self.expert_bias.data = self.expert_bias.data.float()
+
+    model = chunk({0: [("mlp.linear_fc2.weight", (8, 6))]}, {})
+    model.decoder.layers[0].mlp.router = Router()
+    model.bfloat16()  # as Float16Module does
+    made = source(model, HUGGING_FACE | {"model_type": "glm4_moe"})
+    model.decoder.layers[0].mlp.router._maintain_float32_expert_bias()
+    assert {shard.name.split(".")[-1]: shard.tensor.dtype for shard in made.shards()} == {
+        "weight": torch.bfloat16,
+        "e_score_correction_bias": torch.float32,
+    }
+
+
 @pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])
 def test_prediction_layers_count_on_and_need_not_be_taken(inner: str) -> None:
     # the last stage of a pipeline: prediction layers with the embedding that they need once more
@@ -338,6 +397,16 @@ class TestMemory:
         weight.data = weight.data.clone()
         assert made.fingerprint() != before
 
+    def test_the_fingerprint_changes_with_the_storage_at_the_same_address(self) -> None:
+        model = chunk({0: LOCAL}, OUTSIDE)
+        weight, memory = model.decoder.layers[0].mlp.linear_fc2.weight, torch.zeros(8, 6)
+        weight.data = memory
+        made = source(model)
+        before, address = made.fingerprint(), weight.data_ptr()
+        weight.data = torch.from_numpy(memory.numpy())
+        assert weight.data_ptr() == address
+        assert made.fingerprint() != before
+
     def test_parameters_that_were_offloaded_are_refused(self) -> None:
         model = chunk({0: LOCAL}, OUTSIDE)
         made = source(model)
@@ -358,10 +427,62 @@ class TestMemory:
         with pytest.raises(SourceError, match="If it was offloaded, bring it back before publish"):
             made.fingerprint()
 
+    @pytest.mark.parametrize("how", ["replaced", "added", "taken away"])
+    def test_modules_that_changed_are_noticed(self, how: str) -> None:
+        model = chunk({0: LOCAL}, OUTSIDE)
+        made = source(model)
+        mlp = model.decoder.layers[0].mlp
+        if how == "replaced":
+            mlp.linear_fc2 = copy.deepcopy(mlp.linear_fc2)
+        elif how == "added":
+            mlp.linear_fc2.adapter = nn.Linear(6, 2, bias=False)
+        else:
+            del mlp.linear_fc2
+        for call in (made.fingerprint, made.shards):
+            with pytest.raises(SourceError, match="modules of the model were replaced, added or taken away"):
+                call()
+
+    @pytest.mark.parametrize("kind", ["Float8", "DTensor"])
+    def test_parameters_that_are_more_than_memory_are_refused(self, kind: str) -> None:
+        class Float8(torch.Tensor):
+            """Dequantises for whatever is asked of it, and cannot be flattened."""
+
+            @staticmethod
+            def __new__(cls, data: torch.Tensor) -> Any:
+                return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+            def __init__(self, data: torch.Tensor) -> None:
+                self.held = data
+
+            @classmethod
+            def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is torch.ops.aten.detach.default:
+                    return cls(args[0].held)
+                return func(*(one.held.float() if isinstance(one, cls) else one for one in args), **(kwargs or {}))
+
+        class Sharded(DTensor):
+            __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+            def __new__(cls, data: torch.Tensor) -> Any:
+                return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+            def __init__(self, data: torch.Tensor) -> None:
+                pass
+
+            def detach(self) -> Any:
+                return self
+
+        model = chunk({0: LOCAL}, OUTSIDE)
+        given = torch.ones(8, 6, dtype=torch.int8)
+        hidden = Float8(given) if kind == "Float8" else Sharded(given)
+        model.decoder.layers[0].mlp.linear_fc2._parameters["weight"] = hidden
+        with pytest.raises(SourceError, match=r"hides its memory" if kind == "Float8" else r"a DTensor, cut by FSDP"):
+            source(model)
+
     def test_a_parameter_that_is_gone_is_refused(self) -> None:
         model = chunk({0: LOCAL}, OUTSIDE)
         made = source(model)
-        del model.decoder.layers[0].mlp.linear_fc2.weight
+        model.decoder.layers[0].mlp.linear_fc2.weight = None
         with pytest.raises(SourceError, match="its module no longer has it"):
             made.shards()
 
@@ -387,6 +508,38 @@ def test_parameters_that_are_gathered_lazily_are_refused() -> None:
     for call in (made.fingerprint, made.shards, lambda: source([wrapper])):
         with pytest.raises(SourceError, match=r"gathers parameters lazily here .*disable_forward_pre_hook"):
             call()
+
+
+def test_parameters_that_are_gathered_lazily_are_refused_without_their_wrapper_too() -> None:
+    class DistributedDataParallel(Wrapper):
+        def _make_forward_pre_hook(self) -> Any:
+            def hook(module: Any, *unused: Any) -> None: ...
+
+            return hook
+
+    model = chunk({0: LOCAL}, OUTSIDE)
+    made = source(model)
+    model.register_forward_pre_hook(lambda *_: None)
+    handle = model.register_forward_pre_hook(DistributedDataParallel(model)._make_forward_pre_hook())
+    for call in (made.fingerprint, made.shards, lambda: source(model)):
+        with pytest.raises(SourceError, match="gathers parameters lazily here"):
+            call()
+    handle.remove()
+    assert made.shards()
+
+
+def test_other_wrappers_that_spread_parameters_are_refused() -> None:
+    wrapper: Any = Wrapper(chunk({0: LOCAL}, OUTSIDE))
+    wrapper.ddp_config = SimpleNamespace(overlap_param_gather=True)
+    with pytest.raises(SourceError, match=r"wrapped by Wrapper, which spreads parameters .* DistributedDataParallel"):
+        source(wrapper)
+
+
+def test_a_model_around_a_language_model() -> None:
+    outer = nn.Module()
+    outer.language_model = chunk({0: LOCAL}, OUTSIDE)
+    with pytest.raises(SourceError, match=r"found a Module .* pass its `language_model`"):
+        source(outer)
 
 
 @pytest.mark.parametrize("model", [[], nn.Linear(2, 2), "nothing"])

@@ -28,6 +28,15 @@ class _Passage:
     record: SyncRecord | None = None
 
 
+@dataclass(slots=True)
+class _Absent:
+    """A version that a rank will not begin, and the ranks that have not heard of it."""
+
+    version: int
+    failure: str
+    untold: set[int]
+
+
 class Barrier:
     """Where source ranks wait for one another. For one event loop.
 
@@ -39,6 +48,7 @@ class Barrier:
     def __init__(self, members: Members, syncs: Syncs) -> None:
         self._members = members
         self._syncs = syncs
+        self._absent: _Absent | None = None
         self._open()
 
     async def begin(
@@ -70,6 +80,10 @@ class Barrier:
             problem = f"it began version {version} while version {running.version} was running"
             self._syncs.fail(running, me, "begin", problem)
         here = self._here
+        absent = self._absent
+        if absent is not None and absent.version == version and rank in absent.untold:
+            absent.untold.discard(rank)
+            raise SyncError(absent.failure)
         if committed is not None and version < committed:
             self._reject(me, version, f"version {committed} is committed; versions never go back")
         for other, theirs in here.versions.items():
@@ -87,6 +101,7 @@ class Barrier:
             except RdtError as error:
                 self._give_up(here, error)
                 raise
+            self._absent = None
             self._open()
         here.gate.arrive(rank)
         try:
@@ -100,12 +115,30 @@ class Barrier:
             raise SyncError(describe(version, me, "begin", "the barrier opened without a sync"))
         return here.record
 
-    def fail(self, member: str, phase: str, problem: str) -> str | None:
-        """Sends away whoever waits. Returns the failure that they see, or None if nobody waits."""
+    def fail(self, member: str, phase: str, problem: str, absent: tuple[int, int] | None = None) -> str | None:
+        """Sends away whoever waits, and whoever comes later for a version that a rank will not begin.
+
+        Args:
+            member: who failed.
+            phase: in what.
+            problem: why.
+            absent: source rank and version that it does not begin.
+
+        Returns:
+            The failure that they see, or None if nobody waits and nobody will be told.
+        """
         here = self._here
-        if not here.versions:
+        known = self._absent
+        if absent is not None and known is not None and known.version == absent[1] and absent[0] in known.untold:
+            known.untold.discard(absent[0])  # it fails by itself where another did before
+            return known.failure
+        if not here.versions and (absent is None or self._members.world_size == 1):
             return None
-        failure = describe(next(iter(here.versions.values())), member, phase, problem)
+        version = next(iter(here.versions.values())) if here.versions else absent[1] if absent else 0
+        failure = describe(version, member, phase, problem)
+        if absent is not None:
+            untold = set(range(self._members.world_size)) - here.versions.keys() - {absent[0]}
+            self._absent = _Absent(absent[1], failure, untold)
         self._give_up(here, SyncError(failure))
         return failure
 

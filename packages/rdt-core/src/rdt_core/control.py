@@ -146,9 +146,11 @@ class Control(ABC):
         taken = self._post("done", (wire.encode(report), sync))
         return lambda: taken(self.call_timeout_s)
 
-    def fail(self, sync: int | None, member: str, phase: str, message: str) -> str | None:
+    def fail(
+        self, sync: int | None, member: str, phase: str, message: str, absent: tuple[int, int] | None = None
+    ) -> str | None:
         """See `Coordinator.fail`."""
-        return self._quick("fail", sync, member, phase, message)
+        return self._quick("fail", sync, member, phase, message, absent)
 
     def commit(self, sync: int, rank: int, seconds: float, phases: Mapping[str, float]) -> wire.SyncReport:
         """See `Coordinator.commit`."""

@@ -292,7 +292,9 @@ class Coordinator:
         if problem:
             raise SyncError(self._syncs.fail(record, member_name(message.reader), "accounting", problem))
 
-    async def fail(self, sync: int | None, member: str, phase: str, message: str) -> str | None:
+    async def fail(
+        self, sync: int | None, member: str, phase: str, message: str, absent: tuple[int, int] | None = None
+    ) -> str | None:
         """Fails a sync for all of its members; the first failure wins.
 
         Args:
@@ -300,6 +302,7 @@ class Coordinator:
             member: who failed, as messages call it.
             phase: in what.
             message: why.
+            absent: source rank and version that it does not begin; ranks that begin it later are told at once.
 
         Returns:
             The failure that every member sees, or None if there was nothing to fail.
@@ -312,7 +315,7 @@ class Coordinator:
         running = self._syncs.running
         if running is not None:
             return self._syncs.fail(running, member, phase, message)
-        return self._barrier.fail(member, phase, message)
+        return self._barrier.fail(member, phase, message, absent)
 
     async def commit(self, sync: int, rank: int, seconds: float, phases: dict[str, float]) -> bytes:
         """Stamps the version: every engine rank has accounted for its bytes and every replica serves it.

@@ -136,7 +136,8 @@ class Members:
             )
         if previous is not None and previous.data == manifest:
             return None
-        self._declare(message)
+        if self._declared is None or previous is None or previous.tensors != message.tensors:
+            self._declare(message)
         status = wire.SourceStatus(
             rank=rank,
             hostname=message.node.hostname,

@@ -177,9 +177,13 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> Any:
-    """Addresses and sizes of all tensors: differs from an earlier one when memory moved or was resized."""
+    """Addresses, sizes and storages of all tensors: differs from an earlier one when memory moved or was resized.
+
+    The storage counts as well: one that was emptied may have given its address to another.
+    """
     listed = list(tensors)  # one pass in C for each column: this runs in every sync, over every shard
-    return tuple(map(torch.Tensor.data_ptr, listed)), tuple(map(attrgetter("nbytes"), listed))
+    storages = map(attrgetter("_cdata"), map(torch.Tensor.untyped_storage, listed))
+    return tuple(map(torch.Tensor.data_ptr, listed)), tuple(map(attrgetter("nbytes"), listed)), tuple(storages)
 
 
 class Allocations:

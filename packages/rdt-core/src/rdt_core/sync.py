@@ -87,6 +87,7 @@ class WeightSync:
         self._make_publisher: Callable[[], Publisher] = publisher
         self._publisher = publisher()
         control.join(self._publisher.manifest, self._token)
+        self._is_joined = True
         control.joined(timeout_s)
         if self._publisher.mode_reason != "asked for":
             log.info("source rank %d publishes in mode %s: %s", rank, self.mode, self._publisher.mode_reason)
@@ -222,7 +223,7 @@ class WeightSync:
         try:
             self._follow_memory()
         except Exception as error:
-            raise self._failed(None, f"source rank {self.rank}", "check", error) from error
+            raise self._failed(None, f"source rank {self.rank}", "check", error, version) from error
         readable = self._publisher.readable()
         sync, requests = self._begin(version, readable, timeout_s)
         phases = {"begin": time.perf_counter() - began}
@@ -252,9 +253,12 @@ class WeightSync:
         """Joins again where parameters moved that readers read, so that they learn the new addresses first."""
         if not self._publisher.follow():
             log.info("source rank %d: parameters moved; the group learns their new addresses", self.rank)
+            fresh = self._make_publisher()
             self._publisher.close()
-            self._publisher = self._make_publisher()
+            self._publisher, self._is_joined = fresh, False
+        if not self._is_joined:  # nor after a join that failed: readers would go on with the old addresses
             self._control.join(self._publisher.manifest, self._token)
+            self._is_joined = True
 
     def _begin(self, version: int, readable: int, timeout_s: float) -> tuple[int, list[wire.ReadRequest]]:
         replicas = sorted(self._clients) if self.rank == 0 else None
@@ -310,11 +314,17 @@ class WeightSync:
             name = "engine_begin" if phase == "begin" else phase
             phases[name] = max(phases.get(name, 0.0), time.perf_counter() - started)
 
-    def _failed(self, sync: int | None, member: str, phase: str, error: BaseException) -> RdtError:
-        """Fails the sync for everybody; returns the failure that came first, which is the same on every rank."""
+    def _failed(
+        self, sync: int | None, member: str, phase: str, error: BaseException, version: int | None = None
+    ) -> RdtError:
+        """Fails the sync for everybody; returns the failure that came first, which is the same on every rank.
+
+        Before this rank has begun, `version` says what it does not begin.
+        """
         own = error if isinstance(error, RdtError) else SyncError(str(error) or repr(error))
         try:
-            first = self._control.fail(sync, member, phase, str(own))
+            absent = None if version is None else (self.rank, version)
+            first = self._control.fail(sync, member, phase, str(own), absent)
         except RdtError as unheard:
             log.warning("%s failed in %s (%s), and the coordinator could not be told: %s", member, phase, own, unheard)
             return own

@@ -108,9 +108,11 @@ def chunks_of(model: Any) -> tuple[list[nn.Module], list[Any]]:
                 wrappers.append(chunk)
             chunk = chunk.module
         if not isinstance(chunk, nn.Module) or not hasattr(chunk, "decoder") or not hasattr(chunk, "config"):
+            inner = getattr(chunk, "language_model", None)
+            hint = "; pass its `language_model`, whose tensors are declared alone" if hasattr(inner, "decoder") else ""
             raise SourceError(
                 f"found a {type(chunk).__name__} where a model chunk was expected: Megatron's GPTModel (or one that has "
-                f"`decoder` and `config` like it), wrapped or not"
+                f"`decoder` and `config` like it), wrapped or not{hint}"
             )
         chunks.append(chunk)
     if not chunks:
@@ -118,19 +120,40 @@ def chunks_of(model: Any) -> tuple[list[nn.Module], list[Any]]:
     return chunks, wrappers
 
 
-def check_gathered(wrappers: Sequence[Any]) -> None:
-    """Refuses parameters that Megatron would only gather with the next forward pass.
+def check_gathered(chunks: Sequence[nn.Module], wrappers: Sequence[Any]) -> None:
+    """Refuses parameters that Megatron would only gather with the next forward pass, and wrappers that cut them otherwise.
+
+    Args:
+        chunks: without their wrappers. A model may be given without its wrapper, which has hooks on every module of it.
+        wrappers: as `chunks_of` returns them.
 
     Raises:
-        SourceError: the distributed optimiser overlaps the gathering of parameters, and its hooks are in place.
+        SourceError: the distributed optimiser overlaps the gathering of parameters, and its hooks are in place; or the
+            wrapper is another than Megatron's DistributedDataParallel.
     """
     for wrapper in wrappers:
-        if getattr(wrapper.ddp_config, "overlap_param_gather", False) and wrapper.remove_forward_pre_hook_handles:
+        if not hasattr(wrapper, "remove_forward_pre_hook_handles"):
             raise SourceError(
-                "Megatron gathers parameters lazily here (overlap_param_gather): after an optimiser's step most ranks "
-                "still hold those of the step before. Call disable_forward_pre_hook() on every model chunk before join "
-                "and publish (it gathers them), and enable_forward_pre_hook() afterwards"
+                f"the model is wrapped by {type(wrapper).__name__}, which spreads parameters over data parallel ranks in a "
+                "way of its own; wrap it by Megatron's DistributedDataParallel, with or without the distributed optimiser"
             )
+    lazy = any(wrapper.remove_forward_pre_hook_handles for wrapper in wrappers)
+    if lazy or any(map(_gathers, (hook for chunk in chunks for hook in chunk._forward_pre_hooks.values()))):
+        raise SourceError(
+            "Megatron gathers parameters lazily here (overlap_param_gather): after an optimiser's step most ranks "
+            "still hold those of the step before. Call disable_forward_pre_hook() on every model chunk before join "
+            "and publish (it gathers them), and enable_forward_pre_hook() afterwards"
+        )
+
+
+def _gathers(hook: Any) -> bool:
+    """Whether this is a hook in which Megatron's DistributedDataParallel waits for parameters."""
+    return "DistributedDataParallel._make_forward_pre_hook" in getattr(hook, "__qualname__", "")
+
+
+def owners(chunks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the modules that have parameters, in their order: others in their place make another model."""
+    return [module for chunk in chunks for module in chunk.modules() if module._parameters]
 
 
 def find(chunks: Sequence[nn.Module], *, tied: bool) -> Iterator[Found]:

@@ -71,11 +71,15 @@ _ATTENTION: tuple[Rule, ...] = (
 
 _LATENT_ATTENTION: tuple[Rule, ...] = (
     Rows("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
-    RowsIfCut("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+    RowsIfCut("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", ("q_lora_rank",)),
     Whole("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
     Whole("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
     Rows("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
-    RowsIfCut("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    RowsIfCut(
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        ("kv_lora_rank", "qk_pos_emb_head_dim"),
+    ),
     Whole("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
     Whole("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
     Rows("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
@@ -141,7 +145,7 @@ def in_layer(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
     def prefixed(rule: Any) -> Rule:
         changes: dict[str, Any] = {}
-        for key in (one.name for one in fields(rule)):
+        for key in (one.name for one in fields(rule) if one.metadata.get("is_name", True)):
             value = getattr(rule, key)
             prefix = "decoder.layers.{layer}." if key == "parameter" else "model.layers.{layer}."
             changes[key] = tuple(prefix + one for one in value) if isinstance(value, tuple) else prefix + value

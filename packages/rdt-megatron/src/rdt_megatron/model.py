@@ -26,6 +26,13 @@ _ALIKE = (
 )
 #: and those that mean something else where attention is latent
 _ALIKE_UNLESS_LATENT = ((("num_key_value_heads",), "num_query_groups"), (("head_dim",), "kv_channels"))
+#: what makes Megatron hold other numbers, or rows in another order, than checkpoints of the families here: a view would be wrong
+_CONVERTED = {
+    "layernorm_zero_centered_gamma": "Megatron's norms hold their weights less one",
+    "rotary_interleaved": "Megatron's query and key hold the rows of a head in another order",
+    "moe_mlp_glu_interleave_size": "Megatron's experts hold gate and up in alternating blocks of rows",
+    "moe_shared_expert_glu_interleave_size": "Megatron's shared experts hold gate and up in alternating blocks of rows",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,11 @@ def facts(
         tied: instead of the configuration's `tie_word_embeddings`.
 
     Raises:
-        SourceError: something is not said, or the two configurations contradict each other.
+        SourceError: something is not said, the two configurations contradict each other, or Megatron's holds parameters in a
+            form that no checkpoint has.
     """
+    if not isinstance(family, Family):  # a table of one's own may be of checkpoints that hold them as Megatron does
+        _refuse_converted(transformer)
     if is_transformer_config(config):
         theirs: Mapping[str, Any] = {}
         tied = shares if tied is None else tied
@@ -123,6 +133,17 @@ def read(config: Any) -> Mapping[str, Any]:
     if isinstance(inner, Mapping) and "num_hidden_layers" not in config:
         return {**config, **inner}
     return config
+
+
+def _refuse_converted(transformer: Any) -> None:
+    found = {name: getattr(transformer, name, None) for name in _CONVERTED}
+    wrong = [f"{name}={value} ({_CONVERTED[name]})" for name, value in found.items() if value]
+    if wrong:
+        raise SourceError(
+            f"Megatron's configuration says {'; '.join(wrong)}, unlike the checkpoints of any family known here: views of these "
+            f"parameters would be other weights. Train without, or, where the checkpoint holds them alike, pass a Family of "
+            f"your own as `family=`"
+        )
 
 
 def _compare(theirs: Mapping[str, Any], transformer: Any) -> None:

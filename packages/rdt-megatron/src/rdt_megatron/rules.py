@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -53,7 +53,6 @@ class Local:
         strides: of the local parameter, in elements.
         tp_size: ranks that share it, by expert or by ordinary tensor parallelism.
         tp_rank: this rank among them.
-        is_cut: Megatron's own mark (`tensor_model_parallel`) that tensor parallelism cuts it; no guide for experts.
         experts: experts that this rank holds.
         config: Megatron's `TransformerConfig`.
         vocab_size: rows of the checkpoint's vocabulary, without Megatron's padding.
@@ -65,14 +64,22 @@ class Local:
     strides: Shape
     tp_size: int
     tp_rank: int
-    is_cut: bool
     experts: int
     config: Any
     vocab_size: int
 
     def tensor(self, template: str) -> str:
-        """Returns a checkpoint name with its placeholders filled in."""
-        return template.format_map(self.fields)
+        """Returns a checkpoint name with its placeholders filled in.
+
+        Raises:
+            SourceError: the rule's parameter has no such placeholder.
+        """
+        try:
+            return template.format_map(self.fields)
+        except (KeyError, ValueError) as error:
+            raise self.refuse(
+                f"its rule names {template!r}, of which {error} is no placeholder of the parameter"
+            ) from None
 
     def rows(self, template: str, full: int, offset: int, start: int, count: int) -> Piece:
         """Returns rows of this parameter as rows of a checkpoint tensor with the same other axes.
@@ -168,15 +175,24 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowsIfCut:
-    """Rows like `Rows` where Megatron marked the parameter as cut, all of it otherwise (MLA's down projections)."""
+    """Rows like `Rows`, or all of it on every rank (MLA's down projections): which, its number of rows tells.
+
+    No mark does: Transformer-Engine marks a weight as cut by tensor parallelism where Megatron asked for a duplicated one.
+    """
 
     parameter: str
     tensor: str
+    #: fields of Megatron's configuration whose sum is the rows of the checkpoint tensor
+    sizes: tuple[str, ...] = field(metadata={"is_name": False})
 
     def pieces(self, local: Local) -> Sequence[Piece]:
         """See `Rule.pieces`."""
-        kind = Rows if local.is_cut else Whole
-        return kind(self.parameter, self.tensor).pieces(local)
+        count, full = local.shape[0], sum(int(getattr(local.config, name)) for name in self.sizes)
+        if count == full:
+            return Whole(self.parameter, self.tensor).pieces(local)
+        if count * local.tp_size == full:
+            return Rows(self.parameter, self.tensor).pieces(local)
+        raise local.refuse(f"neither all nor an equal share of {full} rows ({' + '.join(self.sizes)})")
 
 
 @dataclass(frozen=True)
@@ -190,6 +206,8 @@ class Columns:
         """See `Rule.pieces`."""
         if len(local.shape) == 1:
             return Whole(self.parameter, self.tensor).pieces(local)
+        if len(local.shape) != 2:
+            raise local.refuse("only a matrix or a bias can be row-parallel")
         rows, columns = local.shape
         return [
             Piece(
@@ -349,4 +367,5 @@ def _grouped(local: Local) -> Shape:
 
 
 def _expert(local: Local, template: str, index: int) -> str:
-    return template.format_map({**local.fields, "expert": str(int(local.fields["expert"]) + index)})
+    at = replace(local, fields={**local.fields, "expert": str(int(local.fields["expert"]) + index)})
+    return at.tensor(template)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from operator import is_not
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from rdt_core.errors import SourceError
 from rdt_core.sources import Shard
@@ -21,7 +23,7 @@ from rdt_core.sources.dtypes import DtypeRule, wire_dtype
 from rdt_core.sources.presence import check_present
 from rdt_core.wire import TensorMeta
 
-from .chunks import Found, Parallel, check_gathered, chunks_of, find
+from .chunks import Found, Parallel, check_gathered, chunks_of, find, owners
 from .families import Family
 from .model import ModelFacts, facts
 from .rules import Local, Piece, Rule, is_expert, match
@@ -81,7 +83,8 @@ class MegatronSource:
     ) -> None:
         check_megatron()
         chunks, self._wrappers = chunks_of(model)
-        check_gathered(self._wrappers)
+        self._chunks = chunks
+        check_gathered(chunks, self._wrappers)
         first: Any = chunks[0]
         self._config = first.config
         self._dtype = dtype
@@ -93,6 +96,7 @@ class MegatronSource:
             str(int(self._config.num_layers) + index) for index in range(int(self._config.mtp_num_layers or 0))
         )
         self._entries = list(self._read(chunks))
+        self._owners = owners(chunks)
         self._metadata = self._declare()
         self._ignored = tuple(self._expand(ignored))
 
@@ -113,10 +117,10 @@ class MegatronSource:
         """See `WeightSource.shards`: views of the parameters as the model has them now.
 
         Raises:
-            SourceError: a parameter is gone, offloaded, not gathered yet, or of another shape or dtype than when the
-                source was made.
+            SourceError: a parameter is gone, offloaded, not gathered yet, of another shape or dtype than when the source was
+                made, or modules were replaced since.
         """
-        check_gathered(self._wrappers)
+        self._check_model()
         shards = []
         for entry in self._entries:
             local = _local(entry)
@@ -127,16 +131,38 @@ class MegatronSource:
         return shards
 
     def fingerprint(self) -> Any:
-        """See `WatchedSource.fingerprint`: where each parameter lies; no view is made.
+        """See `WatchedSource.fingerprint`: where each parameter lies, and in which storage; no view is made.
+
+        A storage that was emptied may be followed by another at its address; views of the first one then read nothing.
 
         Raises:
             SourceError: as `shards`.
         """
-        check_gathered(self._wrappers)
-        return [(local.data_ptr(), local.device) for local in map(_local, self._entries)]
+        self._check_model()
+        return [
+            (local.data_ptr(), local.untyped_storage()._cdata, local.device) for local in map(_local, self._entries)
+        ]
+
+    def _check_model(self) -> None:
+        check_gathered(self._chunks, self._wrappers)
+        now = owners(self._chunks)
+        if len(now) != len(self._owners) or any(map(is_not, now, self._owners)):
+            raise SourceError(
+                "modules of the model were replaced, added or taken away since the source was made (adapters, another copy of a "
+                "layer); make a new source and join again"
+            )
 
     def _read(self, chunks: Sequence[Any]) -> Iterator[_Entry]:
+        names: set[str] = set()
         for found in find(chunks, tied=self._facts.tied):
+            if found.name in names:
+                raise SourceError(
+                    f"two of the model's chunks hold {found.name!r}: either their layers are not numbered over the whole model "
+                    f"(build each chunk with its vp_stage), or chunks of two models were passed"
+                )
+            names.add(found.name)
+            if found.is_buffer:
+                _settle(found.owner)
             tensor = found.tensor()
             entry = _Entry(found, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
             _local(entry)
@@ -166,7 +192,6 @@ class MegatronSource:
             strides=tuple(tensor.stride()),
             tp_size=at.etp_size if expert else at.tp_size,
             tp_rank=at.etp_rank if expert else at.tp_rank,
-            is_cut=bool(getattr(tensor, "tensor_model_parallel", False)),
             experts=experts,
             config=self._config,
             vocab_size=self._facts.vocab_size,
@@ -219,9 +244,20 @@ class MegatronSource:
         return wanted
 
 
+def _settle(owner: Any) -> None:
+    """Brings buffers to the dtype in which Megatron keeps them.
+
+    Float16Module casts a router's bias too, and the router casts it back in its first forward pass, which may come after join.
+    """
+    keep = getattr(owner, "_maintain_float32_expert_bias", None)
+    if keep is not None:
+        keep()
+
+
 def _local(entry: _Entry) -> torch.Tensor:
     """The parameter as it is now, detached, after checking that it is what was declared and has memory."""
     tensor = entry.found.tensor().detach()
+    _check_plain(entry.found.name, tensor)
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape or tuple(tensor.stride()) != entry.strides:
         raise SourceError(
             f"{entry.found.name!r} has shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} and dtype "
@@ -230,6 +266,20 @@ def _local(entry: _Entry) -> torch.Tensor:
         )
     check_present(entry.found.name, tensor)
     return tensor
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuses whatever is more than memory with a shape: a view of it would be a view of a converted copy, or of a part."""
+    if isinstance(tensor, DTensor):
+        raise SourceError(
+            f"{name!r} is a DTensor, cut by FSDP; of Megatron's models only those without FSDP can be declared: use its "
+            f"DistributedDataParallel, with or without the distributed optimiser"
+        )
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise SourceError(
+            f"{name!r} is a {type(tensor).__name__}, which hides its memory (a quantised parameter); keep parameters in the "
+            f"dtype of the checkpoint (no fp8_param_gather)"
+        )
 
 
 def _check(name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:

@@ -18,7 +18,9 @@ def check_hidden(name: str, tensor: torch.Tensor) -> None:
     Raises:
         SourceError: names the parameter and its class.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    # not every class that wraps others says so by `__tensor_flatten__`; all of them decide what their operations do
+    wraps = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if wraps or is_traceable_wrapper_subclass(tensor):
         raise SourceError(
             f"{name!r} is a {type(tensor).__name__}, whose memory cannot be declared; only plain tensors and DTensors can"
         )
