@@ -891,6 +891,21 @@ async def test_joins_that_contradict_the_group_reach_the_caller() -> None:
         )
 
 
+@virtual
+async def test_whoever_waits_for_a_rank_hears_why_it_cannot_join() -> None:
+    coordinator = Coordinator(GROUP, 2, STALL_S)
+    await coordinator.join(wire.encode(source(0, 2)), token(0))
+    waiting = asyncio.create_task(coordinator.joined(WAIT_S))
+    await asyncio.sleep(0)
+    other = (wire.TensorMeta(name=TENSORS[1].name, shape=(5,), dtype="int8"),)
+    with pytest.raises(CoverageError, match="source rank 1 declares"):
+        await coordinator.join(wire.encode(source(1, 2, tensors=other)), token(1))
+    with pytest.raises(CoverageError, match="source rank 1 declares"):
+        await waiting
+    await coordinator.join(wire.encode(source(1, 2)), token(1))
+    await coordinator.joined(WAIT_S)
+
+
 # --- all of it at once
 
 

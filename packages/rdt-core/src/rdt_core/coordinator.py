@@ -11,7 +11,7 @@ from typing import Any
 
 from . import wire
 from .barrier import Barrier
-from .errors import MembershipError, SyncError, WireError
+from .errors import CoverageError, MembershipError, SyncError, WireError
 from .gates import member_name
 from .members import Members
 from .syncs import Syncs
@@ -51,7 +51,12 @@ class Coordinator:
             CoverageError: it contradicts another rank about a checkpoint tensor.
             WireError: the manifest is impossible.
         """
-        replaced = self._members.join(manifest, token)
+        try:
+            replaced = self._members.join(manifest, token)
+        except CoverageError as error:
+            # the rank belongs here, and will not come as it is: whoever waits for it is told why
+            self._members.joined.wake(error)
+            raise
         running = self._syncs.running
         if replaced is not None and running is not None:
             self._syncs.fail(running, member_name(replaced), "join", "it joined again while the sync was running")
