@@ -311,7 +311,11 @@ def test_the_page_says_what_works(placing: list[Placement]) -> None:
     answers = ray.get([trainer.where.remote() for trainer in names["trainers"]], timeout=TIMEOUT_S)
     assert answers == [(seat.node_id, [seat.gpu]) for seat in placement.trainers]
     exec(compile(after, str(DOCUMENT), "exec"), names)
-    until = time.monotonic() + TIMEOUT_S
-    with pytest.raises(ray.exceptions.RayActorError):
-        while time.monotonic() < until:  # an actor may answer one more call before its end reaches it
+
+    def until_gone() -> None:  # an actor may answer one more call before its end reaches it
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
             ray.get(names["trainers"][0].where.remote(), timeout=TIMEOUT_S)
+
+    with pytest.raises(ray.exceptions.RayActorError):
+        until_gone()
