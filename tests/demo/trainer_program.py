@@ -5,6 +5,7 @@ Arguments: rank, number of ranks, rendezvous, checkpoint, file with the samples 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def main() -> None:
     # every module is sharded again, or these would be plain tensors
     weights = {name: parameter.full_tensor() for name, parameter in trainer._model.named_parameters()}
     torch.save({"before": before, "learnt": learnt, "norm": norm, "weights": weights}, sys.argv[6])
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    os._exit(0)  # torch now and then aborts in its own destructors, when all is done ("terminate called without ...")
 
 
 if __name__ == "__main__":
