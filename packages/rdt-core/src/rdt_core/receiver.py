@@ -211,7 +211,7 @@ class Receiver:
             # nobody waits for the answer here: it arrives while the engine's driver goes on to `finish`
             self._taken = self.control.done(report, sync)
         except Exception as error:
-            self.abort(f"version {version} failed half-way: {error}")
+            self.abort(f"version {version} failed half-way: {str(error) or repr(error)}")
             self._report_failure(sync, "pull", error)
             raise
         self._pulled = report
@@ -349,6 +349,6 @@ class Receiver:
 
     def _report_failure(self, sync: int, phase: str, error: BaseException) -> None:
         try:
-            self.control.fail(sync, self.name, phase, str(error))
+            self.control.fail(sync, self.name, phase, str(error) or repr(error))
         except RdtError as failure:
             log.warning("%s could not tell the coordinator of its failure in %s: %s", self.name, phase, failure)
