@@ -134,7 +134,7 @@ class Barrier:
             return known.failure
         if not here.versions and (absent is None or self._members.world_size == 1):
             return None
-        version = next(iter(here.versions.values())) if here.versions else absent[1] if absent else 0
+        version = next(iter(here.versions.values()), absent[1] if absent is not None else 0)
         failure = describe(version, member, phase, problem)
         if absent is not None:
             untold = set(range(self._members.world_size)) - here.versions.keys() - {absent[0]}

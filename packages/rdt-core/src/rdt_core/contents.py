@@ -14,11 +14,9 @@ import torch
 
 from . import wire
 from .errors import SourceError
-from .memory import Arena, share, storages
+from .memory import ALIGNMENT, Arena, share, storages
 from .sources.base import IterableWeightSource, Shard, WeightSource
 from .staging import split_pieces
-
-_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ class Snapshot:
     def __init__(self, shards: Sequence[Shard], declaration: Declaration, export: Export, device: torch.device) -> None:
         sizes = [shard.tensor.numel() * declaration.dtype(shard.name).itemsize for shard in shards]
         # room for the alignment of every span
-        arena = Arena(max(1, sum(sizes) + _ALIGNMENT * len(sizes)), device)
+        arena = Arena(max(1, sum(sizes) + ALIGNMENT * len(sizes)), device)
         region = export(arena.tensor, arena)
         self.shards = []
         self._copies: list[torch.Tensor] = []
@@ -196,7 +194,7 @@ class Buckets:
         self._pieces = split_pieces(boxes, {t.name: wire.DTYPE_BYTES[t.dtype] for t in self._tensors}, bucket_bytes)
         self.rounds = max(1, len(self._pieces))
         size = max((piece.end for pieces in self._pieces for piece in pieces), default=1)
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        size = -(-size // ALIGNMENT) * ALIGNMENT
         arena = Arena(size * slots, device)
         region = export(arena.tensor, arena)
         self.shards = []

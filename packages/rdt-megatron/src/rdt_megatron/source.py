@@ -257,28 +257,23 @@ def _settle(owner: Any) -> None:
 def _local(entry: _Entry) -> torch.Tensor:
     """The parameter as it is now, detached, after checking that it is what was declared and has memory."""
     tensor = entry.found.tensor().detach()
-    _check_plain(entry.found.name, tensor)
+    _check_whole(entry.found.name, tensor)
+    check_present(entry.found.name, tensor)
     if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape or tuple(tensor.stride()) != entry.strides:
         raise SourceError(
             f"{entry.found.name!r} has shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())} and dtype "
             f"{tensor.dtype}, and had {entry.shape}, {entry.strides} and {entry.dtype} when the source was made. If it was "
             f"offloaded, bring it back before publish; else make a new source and join again"
         )
-    check_present(entry.found.name, tensor)
     return tensor
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuses whatever is more than memory with a shape: a view of it would be a view of a converted copy, or of a part."""
+def _check_whole(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a part that another framework cut."""
     if isinstance(tensor, DTensor):
         raise SourceError(
             f"{name!r} is a DTensor, cut by FSDP; of Megatron's models only those without FSDP can be declared: use its "
             f"DistributedDataParallel, with or without the distributed optimiser"
-        )
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise SourceError(
-            f"{name!r} is a {type(tensor).__name__}, which hides its memory (a quantised parameter); keep parameters in the "
-            f"dtype of the checkpoint (no fp8_param_gather)"
         )
 
 

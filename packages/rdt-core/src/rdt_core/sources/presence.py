@@ -22,7 +22,8 @@ def check_hidden(name: str, tensor: torch.Tensor) -> None:
     wraps = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if wraps or is_traceable_wrapper_subclass(tensor):
         raise SourceError(
-            f"{name!r} is a {type(tensor).__name__}, whose memory cannot be declared; only plain tensors and DTensors can"
+            f"{name!r} is a {type(tensor).__name__}, which hides its memory (a quantised parameter); only plain tensors and "
+            f"DTensors can be declared: keep parameters in the dtype of the checkpoint (in Megatron, no fp8_param_gather)"
         )
 
 
