@@ -49,11 +49,16 @@ class Group:
         replicas: list[str] | None = None,
         timeout_s: float = WAIT_S,
         readable: int = 0,
+        policy: str = "require_all",
     ) -> Awaitable[tuple[int, list[bytes]]]:
-        return asyncio.create_task(self.coordinator.begin(rank, token(rank), version, replicas, readable, timeout_s))
+        return asyncio.create_task(
+            self.coordinator.begin(rank, token(rank), version, replicas, readable, policy, timeout_s)
+        )
 
-    async def begin(self, version: int, replicas: list[str] | None = None) -> int:
-        found = await asyncio.gather(*(self.begin_one(rank, version, replicas) for rank in range(self.world_size)))
+    async def begin(self, version: int, replicas: list[str] | None = None, policy: str = "require_all") -> int:
+        found = await asyncio.gather(
+            *(self.begin_one(rank, version, replicas, policy=policy) for rank in range(self.world_size))
+        )
         assert len({sync for sync, _ in found}) == 1
         return found[0][0]
 
@@ -249,9 +254,9 @@ async def test_a_deadline_in_begin_is_the_same_for_everybody_and_the_barrier_sta
 async def test_beginning_needs_membership_and_the_own_token() -> None:
     group = await Group.make(2)
     with pytest.raises(MembershipError, match="not by the caller"):
-        await group.coordinator.begin(0, token(1), 1, None, 0, WAIT_S)
+        await group.coordinator.begin(0, token(1), 1, None, 0, "require_all", WAIT_S)
     with pytest.raises(MembershipError, match="source rank 7 is not a member"):
-        await group.coordinator.begin(7, token(7), 1, None, 0, WAIT_S)
+        await group.coordinator.begin(7, token(7), 1, None, 0, "require_all", WAIT_S)
 
 
 @virtual
@@ -837,7 +842,7 @@ async def test_a_sync_that_everybody_forgot_ends_by_itself() -> None:
     assert (await group.coordinator.current())[1] == sync
     await asyncio.sleep(2)
     assert await group.coordinator.current() == (None, None)
-    with pytest.raises(SyncError, match=r"the group failed in stall: no member called for 600 s; no account .* a/0$"):
+    with pytest.raises(SyncError, match=r"engine rank a/0 failed in pause, begin .*: no progress for 600 s .*; no account .* a/0$"):
         await group.coordinator.outcome(sync, 1, 0)
 
 
@@ -959,7 +964,7 @@ class Chaos:
             names = self.names if rank == 0 else None
             # all of its rounds or none: a rank that must still publish may fail to
             readable = self.rounds if self.rounds <= self.slots and self.dice.random() < 0.5 else 0
-            sync, requests = await coordinator.begin(rank, token(rank), version, names, readable, 20)
+            sync, requests = await coordinator.begin(rank, token(rank), version, names, readable, "require_all", 20)
             if requests:
                 readable = 0
             if rank == 0:

@@ -107,6 +107,7 @@ def sync(client: Any, version: int = 7) -> None:
     client.begin(version, deadline=soon())
     client.pull(version, deadline=soon())
     client.finish(version, deadline=soon())
+    client.commit(version, deadline=soon())
     client.resume(deadline=soon())
 
 
@@ -122,9 +123,11 @@ def test_a_whole_sync_in_order(server):
     server.asked.clear()
     sync(client)
     assert server.order == [
-        "pause_generation", "rdt/weights:begin", "rdt/weights:pull", "rdt/weights:finish", "flush_cache",
-        "update_weight_version", "model_info", "continue_generation",
+        "pause_generation", "model_info", "rdt/weights:begin", "update_weight_version", "rdt/weights:pull",
+        "rdt/weights:finish", "flush_cache", "update_weight_version", "model_info", "continue_generation",
     ]  # fmt: skip
+    stamps = [body["new_version"] for name, body in server.asked if name == "update_weight_version"]
+    assert stamps == ["receiving 7", "7"], "it claims no version that it does not hold"
     assert server.body("pause_generation") == {"mode": "retract"}
     assert server.body("update_weight_version") == {"new_version": "7", "abort_all_requests": False}
     begun = server.body("rdt/weights:begin")
@@ -143,7 +146,7 @@ def test_a_cache_that_is_not_dropped_leaves_the_version_as_it_was(server):
     server.answers["flush_cache"] = (400, "Flush cache failed.\n")
     with pytest.raises(EngineError, match=r"Flush cache failed.*pause='retract', or cache='keep'"):
         sync(SglangHttpEngine(server.url))
-    assert "update_weight_version" not in server.order
+    assert server.version == "receiving 7"
     assert "continue_generation" not in server.order
 
 
@@ -175,8 +178,28 @@ def test_an_abort_is_told_only_where_something_began(server):
     client.begin(7, deadline=soon())
     client.abort(7, "why", deadline=soon())
     client.abort(7, "why", deadline=soon())
-    assert server.order == ["rdt/weights:begin", "rdt/weights:abort", "rdt/weights:status"]
-    assert server.body("rdt/weights:abort")["arguments"] == {"reason": "version 7: why"}
+    assert server.order == [
+        "model_info", "rdt/weights:begin", "update_weight_version", "rdt/weights:abort", "rdt/weights:status",
+        "update_weight_version",
+    ]  # fmt: skip
+    assert server.version == "default", "nothing was pulled: it holds what it held before"
+    assert server.body("rdt/weights:abort")["arguments"] == {"version": 7, "reason": "version 7: why"}
+
+
+def test_an_abort_after_finish_reaches_the_schedulers_and_one_after_commit_does_not(server):
+    client = SglangHttpEngine(server.url)
+    client.begin(7, deadline=soon())
+    client.pull(7, deadline=soon())
+    client.finish(7, deadline=soon())
+    assert client.version(deadline=soon()) is None
+    client.abort(7, "another replica failed", deadline=soon())
+    assert "rdt/weights:abort" in server.order
+    assert client.version(deadline=soon()) is None
+    sync(client, 8)
+    server.asked.clear()
+    client.abort(8, "too late", deadline=soon())
+    assert server.order == []
+    assert client.version(deadline=soon()) == 8
 
 
 def test_only_a_torn_replica_is_let_answer_after_an_abort(server):

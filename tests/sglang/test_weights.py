@@ -23,11 +23,14 @@ class Receiver:
         self.begin = begin
         self.fails = ""
         self.calls: list[str] = []
+        self.written: int | None = None
+        self.torn: str | None = None
 
     def pull(self, version: int, timeout_s: float) -> Any:
         if self.fails == "early":
             raise SyncError("nothing is published")
         self.begin()
+        self.written, self.torn = version, None
         if self.fails == "late":
             raise SyncError("the trainer died")
         return SimpleNamespace(bytes=12)
@@ -36,8 +39,10 @@ class Receiver:
         if self.fails == "finish":
             raise EngineError("an address changed")
 
-    def abort(self, reason: str) -> None:
+    def abort(self, version: int, reason: str) -> None:
         self.calls.append("abort")
+        if self.written == version:
+            self.torn = reason
 
     def close(self) -> None:
         self.calls.append("close")
@@ -150,7 +155,7 @@ def test_a_pull_that_fails_before_its_first_byte_leaves_the_old_version(weights)
     weights.begin(4, 5.0)
     with pytest.raises(SyncError):
         weights.pull(4, 5.0)
-    weights.abort("everybody stops")
+    weights.abort(4, "everybody stops")
     assert phase(weights) == ("idle", 3, None)
 
 
@@ -168,7 +173,7 @@ def test_a_failure_after_the_first_byte_tears_and_a_complete_sync_heals(weights,
     found, version, torn = phase(weights)
     assert (found, version) == ("torn", None)
     assert "version 4 failed" in torn
-    weights.abort("everybody stops")
+    weights.abort(4, "everybody stops")
     assert phase(weights)[2] == torn, "the first reason stays"
     weights._receiver.fails = ""
     weights.begin(5, 5.0)
@@ -192,10 +197,20 @@ def test_a_sync_of_fewer_models_than_are_torn_does_not_heal(weights):
 def test_an_abort_between_pull_and_finish_tears(weights):
     weights.begin(4, 5.0)
     weights.pull(4, 5.0)
-    weights.abort("another rank failed")
+    weights.abort(4, "another rank failed")
     assert phase(weights) == ("torn", None, "another rank failed")
     with pytest.raises(EngineError, match="torn: another rank failed"):
         weights.finish(4, 5.0)
+
+
+def test_an_abort_after_finish_tears_and_one_of_another_version_does_not(weights):
+    weights.begin(4, 5.0)
+    weights.pull(4, 5.0)
+    weights.finish(4, 5.0)
+    weights.abort(5, "the next sync failed before it reached this engine")
+    assert phase(weights) == ("idle", 4, None)
+    weights.abort(4, "another replica failed")
+    assert phase(weights) == ("torn", None, "another replica failed")
 
 
 def test_leaving_in_the_middle_tears_and_leaving_again_is_harmless(weights):

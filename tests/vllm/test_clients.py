@@ -86,18 +86,21 @@ def failed(message: str) -> tuple[int, Any]:
 def test_a_sync_is_vllms_own_calls_in_order(server):
     client = VllmHttpEngine(server.url + "/", name="r")
     assert isinstance(client, EngineClient)
-    server.answers["weight_info"] = [(200, {"weight_version": "default"}), (200, {"weight_version": "7"})]
+    versions = ("default", "default", "7")
+    server.answers["weight_info"] = [(200, {"weight_version": one}) for one in versions]
     assert client.version(deadline=soon()) is None
     client.connect(INFO, deadline=soon())
     client.pause(deadline=soon())
     client.begin(7, deadline=soon())
     client.pull(7, deadline=soon(20))
     client.finish(7, deadline=soon())
+    client.commit(7, deadline=soon())
     client.resume(deadline=soon())
     client.health(deadline=soon())
     assert server.paths() == [
-        "weight_info", "init_weight_transfer_engine", "pause?mode=keep&clear_cache=true", "start_weight_update",
-        "update_weights", "finish_weight_update", "weight_info", "resume", "health",
+        "weight_info", "init_weight_transfer_engine", "pause?mode=keep&clear_cache=true", "weight_info",
+        "start_weight_update", "update_weight_version", "update_weights", "finish_weight_update", "update_weight_version",
+        "weight_info", "resume", "health",
     ]  # fmt: skip
     bodies = {path: body for _, path, body in server.asked}
     init = bodies["init_weight_transfer_engine"]["init_info"]
@@ -106,7 +109,8 @@ def test_a_sync_is_vllms_own_calls_in_order(server):
     update = bodies["update_weights"]["update_info"]
     assert update["version"] == 7
     assert 10 < update["timeout_s"] < 20  # the engine's deadline comes before the caller's
-    assert bodies["finish_weight_update"] == {"weight_version": "7"}
+    stamps = [body["new_version"] for _, path, body in server.asked if path == "update_weight_version"]
+    assert stamps == ["receiving 7", "7"], "it claims no version that it does not hold"
 
 
 @pytest.mark.parametrize(("cache", "query"), [("reset", "clear_cache=true"), ("keep", "clear_cache=false")])
@@ -117,10 +121,10 @@ def test_the_cache_policy_is_explicit(server, cache, query):
 
 def test_a_version_that_is_not_reported_back_is_an_error(server):
     client = VllmHttpEngine(server.url, name="r")
-    server.answers["weight_info"] = [(200, {"weight_version": "6"})]
+    server.answers["weight_info"] = [(200, {"weight_version": "6"})] * 2
     client.begin(7, deadline=soon())
     with pytest.raises(EngineError, match="given version 7 and says that it serves 6"):
-        client.finish(7, deadline=soon())
+        client.commit(7, deadline=soon())
 
 
 def test_a_server_without_the_routes_says_what_to_start_it_with(server):
@@ -160,17 +164,20 @@ def test_abort_does_what_the_failed_call_left_to_do(server):
         "update_weights": [failed(f"{ABORTED}: because")],
         "finish_weight_update": [failed("finish_weight_update called without a matching start_weight_update.")],
     }
+    server.answers["weight_info"] = [(200, {"weight_version": "6"})]
     client.begin(1, deadline=soon())
     server.asked.clear()
     server.answers = {name: list(answers) for name, answers in ended.items()}
     client.abort(1, "because", deadline=soon())
-    assert server.paths() == ["update_weights", "finish_weight_update"]
+    assert server.paths() == ["update_weights", "finish_weight_update", "update_weight_version"]
     assert server.asked[0][2]["update_info"]["abort"] == "version 1: because"
-    assert server.asked[1][2] == {}  # no version is ever stamped
+    assert server.asked[1][2] == {}
+    assert server.asked[2][2] == {"new_version": "6"}, "nothing was pulled: it holds what it held before"
     client.abort(1, "again", deadline=soon())
-    assert len(server.asked) == 2
+    assert len(server.asked) == 3
 
     client.begin(2, deadline=soon())
+    client.pull(2, deadline=soon())
     server.answers = {"finish_weight_update": [failed("no version was pulled")]}
     with pytest.raises(EngineError, match="no version was pulled"):
         client.finish(2, deadline=soon())
@@ -185,6 +192,7 @@ def test_abort_does_what_the_failed_call_left_to_do(server):
 
 def test_an_abort_that_the_engine_does_not_understand_is_an_error(server):
     client = VllmHttpEngine(server.url, name="r")
+    server.answers["weight_info"] = [(200, {"weight_version": "6"})]
     client.begin(1, deadline=soon())
     server.answers = {"update_weights": [failed("EngineCore died")]}
     with pytest.raises(EngineError, match=r"did not end its sync: update: .*EngineCore died"):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, Literal, get_args
 
+from .driver import side_by_side
 from .engines import ConnectInfo, EngineClient
 from .errors import EngineError, MembershipError, RdtError, SyncError
 from .sources.base import IterableWeightSource, WeightSource
-from .sync import WeightSync, side_by_side
+from .sync import WeightSync
 from .wire import SyncReport
 
 PausedBy = Literal["rdt", "framework"]
@@ -248,6 +249,9 @@ class _PausedByFramework:
 
     def finish(self, version: int, *, deadline: float) -> None:
         self._client.finish(version, deadline=deadline)
+
+    def commit(self, version: int, *, deadline: float) -> None:
+        self._client.commit(version, deadline=deadline)
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         self._client.abort(version, reason, deadline=deadline)

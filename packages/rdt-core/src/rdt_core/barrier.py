@@ -13,7 +13,7 @@ from typing import NoReturn
 from .errors import DeadlineError, MembershipError, RdtError, SyncError, WireError
 from .gates import Gate, member_name, member_names
 from .members import Members, Reader
-from .record import SyncRecord
+from .record import POLICIES, SyncRecord
 from .syncs import Syncs, describe, late
 
 
@@ -25,6 +25,7 @@ class _Passage:
     versions: dict[int, int] = field(default_factory=dict)
     readable: dict[int, int] = field(default_factory=dict)
     replicas: list[str] | None = None
+    policy: str = "require_all"
     record: SyncRecord | None = None
 
 
@@ -58,6 +59,7 @@ class Barrier:
         committed: int | None,
         replicas: list[str] | None,
         readable: int,
+        policy: str,
         timeout_s: float,
     ) -> SyncRecord:
         """Returns the sync once every source rank has begun it; see `Coordinator.begin`.
@@ -68,6 +70,7 @@ class Barrier:
             committed: last committed version.
             replicas: who takes part; rank 0's word counts. None: every replica that is connected.
             readable: first rounds of this rank that are readable already.
+            policy: what becomes of the sync when a replica fails; rank 0's word counts.
             timeout_s: for all ranks to begin.
         """
         me = member_name(rank)
@@ -93,8 +96,10 @@ class Barrier:
                 )
         here.versions[rank] = version
         here.readable[rank] = readable
+        if policy not in POLICIES:
+            raise WireError(f"{me} begins with policy {policy!r}; known: {', '.join(POLICIES)}")
         if rank == 0:
-            here.replicas = replicas
+            here.replicas, here.policy = replicas, policy
         if here.gate.missing == (rank,):
             try:
                 here.record = self._start(version, here, timeout_s)
@@ -163,7 +168,7 @@ class Barrier:
                         f"replica {name!r} again, then begin again on every source rank"
                     )
                 readers[reader.name] = reader
-        record = self._syncs.start(version, tuple(names), readers, timeout_s)
+        record = self._syncs.start(version, tuple(names), readers, here.policy, timeout_s)
         for rank, count in here.readable.items():
             if rank not in record.unanswered:  # else packing for a new reader may still be to do
                 for round in range(count):

@@ -18,7 +18,7 @@ from typing import Any
 
 from . import wire
 from .coordinator import Coordinator
-from .errors import DeadlineError, MembershipError, RdtError, SyncError
+from .errors import CoordinatorLostError, DeadlineError, MembershipError, RdtError, SyncError
 
 DEFAULT_NAMESPACE = "rdt"
 _POLL_S = 0.1
@@ -60,9 +60,11 @@ class Control(ABC):
     def _long(self, method: str, *args: Any, timeout_s: float) -> Any:
         return self._call(method, (*args, timeout_s), timeout_s + self.grace_s)
 
-    def join(self, manifest: wire.SourceManifest, token: str) -> None:
+    def join(
+        self, manifest: wire.SourceManifest, token: str, *, version: int | None = None, takeover: bool = False
+    ) -> None:
         """See `Coordinator.join`."""
-        self._quick("join", wire.encode(manifest), token)
+        self._quick("join", wire.encode(manifest), token, version, takeover)
 
     def leave(self, rank: int, token: str) -> None:
         """See `Coordinator.leave`."""
@@ -107,10 +109,11 @@ class Control(ABC):
         timeout_s: float,
         *,
         readable: int = 0,
+        policy: str = "require_all",
     ) -> tuple[int, list[wire.ReadRequest]]:
         """See `Coordinator.begin`."""
         names = None if replicas is None else list(replicas)
-        sync, requests = self._long("begin", rank, token, version, names, readable, timeout_s=timeout_s)
+        sync, requests = self._long("begin", rank, token, version, names, readable, policy, timeout_s=timeout_s)
         return sync, [wire.decode(request, wire.ReadRequest) for request in requests]
 
     def offer(
@@ -147,14 +150,32 @@ class Control(ABC):
         return lambda: taken(self.call_timeout_s)
 
     def fail(
-        self, sync: int | None, member: str, phase: str, message: str, absent: tuple[int, int] | None = None
+        self,
+        sync: int | None,
+        member: str,
+        phase: str,
+        message: str,
+        absent: tuple[int, int] | None = None,
+        replica: str | None = None,
     ) -> str | None:
         """See `Coordinator.fail`."""
-        return self._quick("fail", sync, member, phase, message, absent)
+        return self._quick("fail", sync, member, phase, message, absent, replica)
 
-    def commit(self, sync: int, rank: int, seconds: float, phases: Mapping[str, float]) -> wire.SyncReport:
+    def tear(self, replicas: Sequence[str], reason: str) -> None:
+        """See `Coordinator.tear`."""
+        self._quick("tear", list(replicas), reason)
+
+    def commit(
+        self,
+        sync: int,
+        rank: int,
+        seconds: float,
+        phases: Mapping[str, float],
+        failed: Mapping[str, str] | None = None,
+    ) -> wire.SyncReport:
         """See `Coordinator.commit`."""
-        return wire.decode(self._quick("commit", sync, rank, seconds, dict(phases)), wire.SyncReport)
+        report = self._quick("commit", sync, rank, seconds, dict(phases), dict(failed or {}))
+        return wire.decode(report, wire.SyncReport)
 
     def outcome(self, sync: int, rank: int, timeout_s: float) -> wire.SyncReport:
         """See `Coordinator.outcome`."""
@@ -257,9 +278,10 @@ class RayControl(Control):
                 raise error.cause from None
             raise SyncError(f"the coordinator of group {self.group!r} broke in {method}: {error.cause!r}") from error
         except ray.exceptions.RayActorError as error:
-            raise SyncError(
-                f"the coordinator of group {self.group!r} died (called for {method}): it lives as long as the source "
-                f"rank that opened it, which must have ended; restart the group. Ray says: {error}"
+            raise CoordinatorLostError(
+                f"the coordinator of group {self.group!r} died (called for {method}): it was killed, or source rank 0, with "
+                f"which it lives, has ended. The next publish on every rank opens a new one; if source rank 0 ended, start it "
+                f"again. Ray says: {error}"
             ) from error
 
     def close(self) -> None:

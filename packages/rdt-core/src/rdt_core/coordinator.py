@@ -38,12 +38,15 @@ class Coordinator:
 
     # --- source ranks
 
-    async def join(self, manifest: bytes, token: str) -> None:
+    async def join(self, manifest: bytes, token: str, version: int | None = None, takeover: bool = False) -> None:
         """Adds a source rank, or replaces the manifest of one whose memory moved (same token, the epoch advances).
 
         Args:
             manifest: `SourceManifest`.
             token: secret of the process; proves later calls to come from the one that joined.
+            version: last one that this rank saw committed, under this coordinator or one that died; versions go on from the
+                greatest that any rank has seen.
+            takeover: the rank is a new process in the place of one that is dead, whose calls are refused from here on.
 
         Raises:
             MembershipError: another group or world size, or the rank is taken.
@@ -52,11 +55,13 @@ class Coordinator:
             WireError: the manifest is impossible.
         """
         try:
-            replaced = self._members.join(manifest, token)
+            replaced = self._members.join(manifest, token, takeover)
         except CoverageError as error:
             # the rank belongs here, and will not come as it is: whoever waits for it is told why
             self._members.joined.wake(error)
             raise
+        if version is not None and (self._version is None or version > self._version):
+            self._version = version
         running = self._syncs.running
         if replaced is not None and running is not None:
             self._syncs.fail(running, member_name(replaced), "join", "it joined again while the sync was running")
@@ -145,7 +150,14 @@ class Coordinator:
     # --- a sync
 
     async def begin(
-        self, rank: int, token: str, version: int, replicas: list[str] | None, readable: int, timeout_s: float
+        self,
+        rank: int,
+        token: str,
+        version: int,
+        replicas: list[str] | None,
+        readable: int,
+        policy: str,
+        timeout_s: float,
     ) -> tuple[int, list[bytes]]:
         """Starts a sync: returns once every source rank has begun the same version. Fails a sync that still runs.
 
@@ -156,6 +168,8 @@ class Coordinator:
             replicas: who takes part; rank 0's word counts. None: every replica that is connected.
             readable: how many of this rank's first rounds are readable already and hold still. They are published with
                 the start of the sync, unless this rank has read requests to answer.
+            policy: "require_all": a replica that fails, fails the sync. "best_effort": it is dropped, and the sync goes on
+                for the others. Rank 0's word counts.
             timeout_s: for all ranks to begin.
 
         Returns:
@@ -169,7 +183,7 @@ class Coordinator:
             WireError: more readable rounds than this rank declared.
         """
         self._members.check_token(rank, token)
-        record = await self._barrier.begin(rank, version, self._version, replicas, readable, timeout_s)
+        record = await self._barrier.begin(rank, version, self._version, replicas, readable, policy, timeout_s)
         return record.id, [wire.encode(request) for request in record.unanswered.get(rank, ())]
 
     async def offer(self, rank: int, sync: int, offers: list[bytes], refs: list[list[Any]]) -> None:
@@ -263,6 +277,7 @@ class Coordinator:
             raise SyncError(f"group {self.group!r} is not syncing version {version}: {found}{failed}")
         if record.taking_part(reader).manifest.incarnation != incarnation:
             raise SyncError(f"{member_name(reader)} pulls as incarnation {incarnation!r}, which is gone")
+        record.entered.add(reader)
         await self.await_round(reader, record.id, 0, timeout_s)
         return record.id
 
@@ -295,12 +310,19 @@ class Coordinator:
         record = self._syncs.find(sync)
         problem = record.account(message)
         if problem:
-            raise SyncError(self._syncs.fail(record, member_name(message.reader), "accounting", problem))
+            replica = record.readers[message.reader].manifest.replica
+            raise SyncError(self._syncs.lose(record, replica, member_name(message.reader), "accounting", problem))
 
     async def fail(
-        self, sync: int | None, member: str, phase: str, message: str, absent: tuple[int, int] | None = None
+        self,
+        sync: int | None,
+        member: str,
+        phase: str,
+        message: str,
+        absent: tuple[int, int] | None = None,
+        replica: str | None = None,
     ) -> str | None:
-        """Fails a sync for all of its members; the first failure wins.
+        """Fails a sync for all of its members; the first failure wins. With policy "best_effort" a replica fails alone.
 
         Args:
             sync: id; None: the running sync and whoever waits in `begin`.
@@ -308,21 +330,33 @@ class Coordinator:
             phase: in what.
             message: why.
             absent: source rank and version that it does not begin; ranks that begin it later are told at once.
+            replica: whose failure it is; None: a source rank's.
 
         Returns:
-            The failure that every member sees, or None if there was nothing to fail.
+            The failure that every member sees (of that replica), or None if there was nothing to fail.
         """
         if sync is not None:
             record = self._syncs.latest
             if record is None or record.id != sync:
                 return self._syncs.failure(sync)
+            if replica is not None:
+                return self._syncs.lose(record, replica, member, phase, message) or None
             return self._syncs.fail(record, member, phase, message) or None
         running = self._syncs.running
         if running is not None:
             return self._syncs.fail(running, member, phase, message)
         return self._barrier.fail(member, phase, message, absent)
 
-    async def commit(self, sync: int, rank: int, seconds: float, phases: dict[str, float]) -> bytes:
+    async def tear(self, replicas: list[str], reason: str) -> None:
+        """The driver found that replicas do not serve what was committed: their version is unknown, and they are torn."""
+        for name in replicas:
+            replica = self._members.replicas.get(name)
+            if replica is not None:
+                replica.version, replica.torn = None, reason
+
+    async def commit(
+        self, sync: int, rank: int, seconds: float, phases: dict[str, float], failed: dict[str, str] | None = None
+    ) -> bytes:
         """Stamps the version: every engine rank has accounted for its bytes and every replica serves it.
 
         Args:
@@ -330,6 +364,7 @@ class Coordinator:
             rank: source rank that drives the sync.
             seconds: how long the sync took.
             phases: seconds by phase, as the driver saw them.
+            failed: replicas that the driver could not let take part, and why.
 
         Returns:
             `SyncReport`, the same for every rank; a repeated commit returns the first one's.
@@ -347,7 +382,8 @@ class Coordinator:
             return record.report
         if not record.accounted.is_open:
             raise SyncError(self._syncs.fail(record, member_name(rank), "commit", record.describe_silence()))
-        reports = tuple(record.reports[reader] for reader in record.readers)
+        replicas = tuple(name for name in record.replicas if name not in record.dropped)
+        reports = tuple(record.reports[reader] for reader in record.readers if reader in record.reports)
         report = wire.SyncReport(
             group=self.group,
             version=record.version,
@@ -357,10 +393,11 @@ class Coordinator:
             mode=source.status.mode,
             mode_reason=source.mode_reason,
             readers=reports,
-            replicas=record.replicas,
+            replicas=replicas,
+            failed={**(failed or {}), **record.dropped},
         )
         self._version = record.version
-        for name in record.replicas:
+        for name in replicas:
             replica = self._members.replicas[name]
             replica.version, replica.torn = record.version, ""
         record.end(report=wire.encode(report))

@@ -49,22 +49,26 @@ class EngineClient(Protocol):
         ...
 
     def finish(self, version: int, *, deadline: float) -> None:
-        """Every rank runs its remaining post-load steps and checks its accounts; then the version is stamped.
+        """Every rank runs its remaining post-load steps and checks its accounts. The replica is complete, and says no version.
 
         Prefix caches are dropped or kept by the client's explicit policy.
         """
         ...
 
+    def commit(self, version: int, *, deadline: float) -> None:
+        """The sync is committed: the replica is stamped with the version, and says from here on that it serves it."""
+        ...
+
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
-        """Ends a sync that failed: ranks that received bytes become torn and refuse to generate."""
+        """Ends a sync that failed: ranks that received bytes of it become torn and refuse to generate, finished or not."""
         ...
 
     def resume(self, *, deadline: float) -> None:
-        """Generation goes on. Never called after a failed sync."""
+        """Generation goes on. Called after `commit`, never for a replica whose sync failed."""
         ...
 
     def version(self, *, deadline: float) -> int | None:
-        """The version that the engine itself says it serves, or None before the first sync."""
+        """The version that the engine itself says it serves; None before the first commit, during a sync and when torn."""
         ...
 
     def health(self, *, deadline: float) -> None:

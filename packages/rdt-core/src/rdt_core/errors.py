@@ -53,6 +53,10 @@ class SyncError(RdtError):
     """A sync failed; the message is the same on every rank and names the member and phase that failed first."""
 
 
+class CoordinatorLostError(SyncError):
+    """The coordinator of the group died; the next publish on every rank opens a new one and joins it."""
+
+
 class TornReplicaError(SyncError):
     """A replica holds bytes of two versions and refuses to generate until a complete sync or a reload."""
 

@@ -77,7 +77,7 @@ class Landing(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """The sync failed. If `begin` was called, the model is torn: it must refuse to generate until a `finish`."""
+        """The sync failed after `begin`, or after `finish`: the model is torn, and refuses to generate until a `finish`."""
         ...
 
 
@@ -149,5 +149,4 @@ class ModuleLanding:
 
     def abort(self, reason: str) -> None:
         """See `Landing.abort`."""
-        if self.torn is not None:
-            self.torn = reason
+        self.torn = reason

@@ -112,7 +112,7 @@ class Members:
         self._ever_joined: set[int] = set()
         self._declared: Declared | None = Declared()  # None until made again, after a rank left or changed
 
-    def join(self, manifest: bytes, token: str) -> int | None:
+    def join(self, manifest: bytes, token: str, takeover: bool = False) -> int | None:
         """Adds a source rank or replaces its manifest; see `Coordinator.join`.
 
         Returns:
@@ -127,14 +127,14 @@ class Members:
                 f"the group was opened for {self.world_size}; every rank must pass the same world_size"
             )
         previous = self.sources.get(rank)
-        if previous is not None and previous.token != token:
+        if previous is not None and previous.token != token and not takeover:
             raise MembershipError(
                 f"two joins under one rank: source rank {rank} of group {self.group!r} is taken by process "
                 f"{previous.status.pid} on {previous.status.hostname}, and process {message.node.pid} on "
                 f"{message.node.hostname} joins as the same; give each trainer its own rank, or if the first one is "
-                f"dead restart the whole group"
+                f"dead and this one takes its place, join with takeover=True"
             )
-        if previous is not None and previous.data == manifest:
+        if previous is not None and previous.data == manifest and previous.token == token:
             return None
         if self._declared is None or previous is None or previous.tensors != message.tensors:
             self._declare(message)

@@ -2,7 +2,8 @@
 
 `connect` does everything that can be done once; `pull` only posts prepared transfers, replays what could not be expressed
 as copies and runs the engine's post-load steps while the next chunk is on its way. A pull that fails after its first byte
-leaves the replica torn: it is never stamped and its landing refuses to generate until a complete sync.
+leaves the replica torn: it is never stamped and its landing refuses to generate until a complete sync. A rank that has
+finished says no version before `commit`, and an abort until then tears it as well.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Receiver:
         self._pulled: wire.ReaderReport | None = None
         self._taken: Callable[[], None] | None = None  # waits until the coordinator took the account
         self._sync: int | None = None
-        self._landing_began = False
+        self._landed: int | None = None  # version whose bytes are in the model, in part or whole, and not committed
 
     # ------------------------------------------------------------------ set-up
 
@@ -211,7 +212,7 @@ class Receiver:
             # nobody waits for the answer here: it arrives while the engine's driver goes on to `finish`
             self._taken = self.control.done(report, sync)
         except Exception as error:
-            self.abort(f"version {version} failed half-way: {str(error) or repr(error)}")
+            self.abort(version, f"version {version} failed half-way: {str(error) or repr(error)}")
             self._report_failure(sync, "pull", error)
             raise
         self._pulled = report
@@ -231,7 +232,7 @@ class Receiver:
             phases["prepare"] = time.perf_counter() - began
 
         settle(self.device)  # no kernel that was queued before the pause may still read what is written now
-        self._landing_began = True
+        self._landed, self.version = version, None
         self.torn = f"version {version} is being received"
         self.landing.begin()
         readable = 0  # last round that is published; all before it are given back, those with nothing for this rank too
@@ -304,33 +305,53 @@ class Receiver:
         )
 
     def finish(self, version: int) -> None:
-        """Runs what remains of the post-load step, makes sure that the account was accepted, and takes the version.
+        """Runs what remains of the post-load step and makes sure that the account was accepted. No version before `commit`.
 
         Raises:
             SyncError: no complete pull of this version precedes, or the accounts do not match.
         """
         report, sync, taken = self._pulled, self._sync, self._taken
         if report is None or sync is None or taken is None or report.version != version:
-            self.abort(f"finish of version {version} without a complete pull of it")
+            self.abort(version, f"finish of version {version} without a complete pull of it")
             raise SyncError(f"{self.name} cannot finish version {version}: it was not pulled completely")
         try:
             taken()  # before the landing serves again
             self.landing.finish()
             settle(self.device)
         except Exception as error:
-            self.abort(f"version {version} failed in its last step: {error}")
+            self.abort(version, f"version {version} failed in its last step: {error}")
             self._report_failure(sync, "finish", error)
             raise
         self._pulled = self._sync = self._taken = None
-        self._landing_began = False
         self.torn = None
-        self.version = version
 
-    def abort(self, reason: str) -> None:
-        """Ends a sync that failed; a rank that began to land becomes torn. Idempotent."""
+    @property
+    def uncommitted(self) -> int | None:
+        """The version whose bytes are in the model, in part or whole, and of which no commit is known; else None."""
+        return self._landed
+
+    def commit(self, version: int) -> None:
+        """The sync is committed: this rank serves the version.
+
+        For landings whose engine is stamped as a whole this is the driver's business, and need not be called.
+
+        Raises:
+            SyncError: the version was not received completely, or its sync was aborted since.
+        """
+        if self.version == version and self._landed is None:
+            return  # told twice
+        if self._landed != version or self.torn is not None or self._pulled is not None:
+            raise SyncError(
+                f"{self.name} cannot take version {version}: {self.torn or 'it holds no complete and uncommitted version'}"
+            )
+        self._landed, self.version = None, version
+
+    def abort(self, version: int, reason: str) -> None:
+        """Ends the sync of a version that failed; a rank that began to land it becomes torn, finished or not. Idempotent."""
         self._pulled = self._taken = None
-        if self._landing_began:
+        if self._landed == version:
             self.torn = reason
+            self.version = None
             self.landing.abort(reason)
 
     def close(self) -> None:

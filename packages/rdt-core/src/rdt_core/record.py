@@ -16,6 +16,9 @@ from .errors import SyncError, WireError
 from .gates import Gate, member_name, member_names
 from .members import Reader
 
+#: what becomes of a sync when a replica fails: it fails for all, or goes on without that replica
+POLICIES = ("require_all", "best_effort")
+
 
 @dataclass(slots=True, eq=False)
 class SyncRecord:
@@ -27,6 +30,7 @@ class SyncRecord:
         rounds: number of rounds by source rank.
         replicas: names of the replicas that take part.
         readers: their engine ranks by name, as they were connected at the start.
+        policy: of `POLICIES`: what becomes of the sync when a replica fails.
         idle_s: seconds without a call or a waiter after which everybody has forgotten it.
         unanswered: by source rank, the read requests that it has not offered to when the sync starts.
         accounted: opens when every engine rank has accounted for its bytes.
@@ -34,8 +38,10 @@ class SyncRecord:
         told: opens when every source rank has its outcome.
         reports: accounts of engine ranks.
         pulling: replicas that may have received bytes.
+        dropped: replicas that failed while the sync goes on for the others, and why.
         failure: the first failure, empty if there was none.
         report: the `SyncReport`, empty until the commit.
+        entered: engine ranks that started to pull.
         touched: event loop time of the last call.
         watchdog: ends a sync that everybody forgot.
     """
@@ -46,14 +52,17 @@ class SyncRecord:
     replicas: tuple[str, ...]
     readers: Mapping[str, Reader]
     idle_s: float
+    policy: str = "require_all"
     unanswered: dict[int, list[wire.ReadRequest]] = field(init=False, default_factory=dict)
     accounted: Gate = field(init=False)
     told: Gate = field(init=False)
     ended: Gate = field(init=False, default_factory=lambda: Gate((0,)))
     reports: dict[str, wire.ReaderReport] = field(init=False, default_factory=dict)
     pulling: set[str] = field(init=False, default_factory=set)
+    dropped: dict[str, str] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
     report: bytes = field(init=False, default=b"")
+    entered: set[str] = field(init=False, default_factory=set)
     touched: float = field(init=False, default=0.0)
     watchdog: asyncio.TimerHandle | None = field(init=False, default=None)
     _published: dict[int, Gate] = field(init=False, default_factory=dict)
@@ -110,7 +119,10 @@ class SyncRecord:
     # --- engine ranks
 
     def taking_part(self, reader: str) -> Reader:
-        """Returns an engine rank that takes part. Raises SyncError for others."""
+        """Returns an engine rank that takes part. Raises SyncError for others, and for those whose replica was dropped."""
+        dropped = self.dropped.get(reader.rpartition("/")[0])
+        if dropped is not None:
+            raise SyncError(dropped)
         if reader not in self.readers:
             raise SyncError(
                 f"{member_name(reader)} takes no part in sync {self.id} of version {self.version}; it does from "
@@ -163,9 +175,24 @@ class SyncRecord:
         if report.digest != manifest.digest:
             return f"it executed plan {report.digest}, but connected with plan {manifest.digest}"
         self.reports[report.reader] = report
-        self.acknowledge(report.reader, max(self.rounds.values()))
-        self.accounted.arrive(report.reader)
+        self._has_all(report.reader)
         return ""
+
+    def drop(self, replica: str, failure: str) -> None:
+        """A replica takes no part any more; nobody waits for it, and its engine ranks are told why."""
+        self.dropped[replica] = failure
+        for reader in self.of(replica):
+            self.reports.pop(reader, None)
+            self._has_all(reader)
+            self.readers[reader].offered.wake(SyncError(failure))
+
+    def of(self, replica: str) -> list[str]:
+        """Returns the names of a replica's engine ranks."""
+        return [name for name, reader in self.readers.items() if reader.manifest.replica == replica]
+
+    def _has_all(self, reader: str) -> None:
+        self.acknowledge(reader, max(self.rounds.values()))
+        self.accounted.arrive(reader)
 
     # --- the outcome
 
@@ -185,6 +212,21 @@ class SyncRecord:
         """Returns what keeps this sync from its commit."""
         late = self.accounted.missing
         return f"no account of the bytes from {member_names(late)}" if late else "the driver did not commit"
+
+    def stalled(self) -> tuple[str, str]:
+        """Returns the member that everybody waits for, as far as the coordinator can tell, and the phase that it is in."""
+        for round, gate in sorted(self._published.items()):
+            if gate.missing and gate.waiting:
+                return member_names(gate.missing), f"write of round {round}"
+        for reader in self.accounted.missing:
+            offers = self.readers[str(reader)].offered
+            if offers.missing and offers.waiting:
+                return member_names(offers.missing), "offer"
+        late = [str(reader) for reader in self.accounted.missing]
+        if not late:
+            return "the driver, source rank 0", "finish or commit"
+        away = [name for name in late if name not in self._acknowledged and name not in self.entered]
+        return (member_names(away), "pause, begin or the start of the pull") if away else (member_names(late), "pull")
 
     def _gates(self) -> list[Gate]:
         offers = [reader.offered for reader in self.readers.values()]

@@ -16,7 +16,7 @@ import torch
 from . import wire
 from .control import Control, ensure_ray, open_coordinator
 from .engines import ConnectInfo
-from .errors import DeadlineError, EngineError, RdtError, TornReplicaError
+from .errors import CoordinatorLostError, DeadlineError, EngineError, RdtError, TornReplicaError
 from .landing import ModuleLanding
 from .receiver import Receiver
 from .transport import LocalExchange
@@ -32,7 +32,7 @@ class ModuleWorker:
         rank: of this worker in its replica.
         world_size: workers of the replica.
         load_weights: called as `load_weights(module, weights)` while tracing; default: parameters by name.
-        control: the coordinator, for workers in the trainer's own process; default: found through Ray.
+        control: the coordinator, for workers in the trainer's own process, or what finds it; default: found through Ray.
         exchange: for link kind "local".
     """
 
@@ -42,7 +42,7 @@ class ModuleWorker:
         rank: int = 0,
         world_size: int = 1,
         load_weights: LoadWeights | None = None,
-        control: Control | None = None,
+        control: Control | Callable[[], Control] | None = None,
         exchange: LocalExchange | None = None,
     ) -> None:
         self.module = make_module()
@@ -55,19 +55,31 @@ class ModuleWorker:
         self.receiver: Receiver | None = None
 
     def connect(self, info: ConnectInfo) -> None:
-        """Connects to the group, or plans again after another epoch."""
-        if self.receiver is None:
-            control = self._control
-            if control is None:
-                ensure_ray(info.address, info.namespace)
-                control = open_coordinator(info.group, namespace=info.namespace, create=False, timeout_s=info.timeout_s)
-            device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-            self.receiver = Receiver(
-                self.landing, control=control, group=info.group, replica=info.replica, rank=self.rank,
-                world_size=self.world_size, device=device, kinds=info.kinds, timeout_s=info.timeout_s,
-                pack_threshold=info.pack_threshold, exchange=self._exchange,
-            )  # fmt: skip
-        self.receiver.connect()
+        """Connects to the group, or plans again after another epoch, or with another coordinator if the known one died."""
+        if self.receiver is not None:
+            try:
+                self.receiver.connect()
+                return
+            except CoordinatorLostError:
+                if isinstance(self._control, Control):
+                    raise
+                self.close()
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        receiver = Receiver(
+            self.landing, control=self._find(info), group=info.group, replica=info.replica, rank=self.rank,
+            world_size=self.world_size, device=device, kinds=info.kinds, timeout_s=info.timeout_s,
+            pack_threshold=info.pack_threshold, exchange=self._exchange,
+        )  # fmt: skip
+        receiver.connect()
+        self.receiver = receiver
+
+    def _find(self, info: ConnectInfo) -> Control:
+        if isinstance(self._control, Control):
+            return self._control
+        if self._control is not None:
+            return self._control()
+        ensure_ray(info.address, info.namespace)
+        return open_coordinator(info.group, namespace=info.namespace, create=False, timeout_s=info.timeout_s)
 
     def pull(self, version: int, timeout_s: float) -> wire.ReaderReport:
         """See `Receiver.pull`."""
@@ -77,25 +89,32 @@ class ModuleWorker:
         """See `Receiver.finish`."""
         self._connected().finish(version)
 
-    def abort(self, reason: str) -> None:
+    def commit(self, version: int) -> None:
+        """See `Receiver.commit`."""
+        self._connected().commit(version)
+
+    def abort(self, version: int, reason: str) -> None:
         """See `Receiver.abort`."""
         if self.receiver is not None:
-            self.receiver.abort(reason)
+            self.receiver.abort(version, reason)
 
     def version(self) -> int | None:
-        """The version that this worker serves; None while it is torn or before the first."""
-        if self.receiver is None or self.receiver.torn is not None:
-            return None
-        return self.receiver.version
+        """The version that this worker serves; None before the first, while it is torn, and during a sync."""
+        return None if self.receiver is None else self.receiver.version
 
     def call(self, function: Callable[[torch.nn.Module], Any]) -> Any:
         """Returns `function(module)`.
 
         Raises:
-            TornReplicaError: the module holds bytes of two versions.
+            TornReplicaError: the module holds bytes of two versions, or of one that is not committed.
         """
         if self.landing.torn is not None:
             raise TornReplicaError(f"this worker is torn ({self.landing.torn}); a complete sync heals it")
+        pending = self.receiver.uncommitted if self.receiver is not None else None
+        if pending is not None:
+            raise TornReplicaError(
+                f"this worker holds version {pending}, which is not committed; a complete sync heals it"
+            )
         return function(self.module)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -105,8 +124,11 @@ class ModuleWorker:
         )
 
     def close(self) -> None:
-        """Leaves the group. Idempotent."""
+        """Leaves the group. Idempotent. A worker that holds a version which nobody committed becomes torn."""
         if self.receiver is not None:
+            pending = self.receiver.uncommitted
+            if pending is not None:
+                self.receiver.abort(pending, f"it left the group before version {pending} was committed")
             self.receiver.close()
             self.receiver = None
 
@@ -165,9 +187,13 @@ class ModuleReplica:
         """See `EngineClient.finish`."""
         self._all("finish", version, deadline=deadline)
 
+    def commit(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.commit`."""
+        self._all("commit", version, deadline=deadline)
+
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         """See `EngineClient.abort`."""
-        self._all("abort", reason, deadline=deadline)
+        self._all("abort", version, reason, deadline=deadline)
 
     def resume(self, *, deadline: float) -> None:
         """Nothing to resume."""

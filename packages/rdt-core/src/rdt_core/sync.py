@@ -2,7 +2,7 @@
 
 Every source rank calls `join` once and `publish` for each version, like a collective; rank 0 also drives the engines that
 were attached. A publish returns the same report on every rank, or raises the same failure on every rank. Nothing runs
-between two calls: no thread, no port, no actor of the trainer's.
+between two calls: no thread, no port, no actor of the trainer's. A coordinator that died is opened again by the next one.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+
+import msgspec
 
 from . import wire
 from .control import Control, ensure_ray, open_coordinator
-from .coverage import check_taken
-from .declared import ignored, merge
-from .engines import ConnectInfo, EngineClient
-from .errors import CoverageError, MembershipError, RdtError, SourceError, SyncError
-from .geometry import Box
+from .driver import Driver, Round, side_by_side
+from .engines import EngineClient
+from .errors import CoordinatorLostError, EngineError, MembershipError, RdtError, SourceError, SyncError
 from .publisher import DEFAULT_BUCKET_BYTES, Publisher
 from .receiver import DEFAULT_KINDS
+from .record import POLICIES
 from .report import log_line
 from .sources.base import IterableWeightSource, WeightSource
 from .transport import LocalExchange
@@ -39,7 +39,7 @@ class WeightSync:
         group: the group's name.
         rank: of this source rank.
         world_size: source ranks of the group.
-        version: last version that was published, or None.
+        version: last version that is committed as far as this rank knows, or None.
     """
 
     def __init__(
@@ -56,27 +56,35 @@ class WeightSync:
         lookahead: int = 1,
         timeout_s: float = 60.0,
         pack_threshold: int = 0,
+        policy: str = "require_all",
+        takeover: bool = False,
         namespace: str = NAMESPACE,
         address: str = "",
         exchange: LocalExchange | None = None,
+        reopen: Callable[[], Control] | None = None,
     ) -> None:
+        _check_policy(policy)
         self.group = group
         self.rank = rank
         self.world_size = world_size
         self.version: int | None = None
         self._control = control
+        self._reopen = reopen
+        self._is_lost = False  # the coordinator died
         self._source = source
         self._timeout_s = timeout_s
+        self._policy = policy
         self._token = uuid.uuid4().hex
-        self._clients: dict[str, EngineClient] = {}
-        self._connect_info = {
-            "group": group,
-            "namespace": namespace,
-            "address": address,
-            "kinds": tuple(kinds),
-            "timeout_s": timeout_s,
-            "pack_threshold": pack_threshold,
-        }
+        self._driver = Driver(
+            {
+                "group": group,
+                "namespace": namespace,
+                "address": address,
+                "kinds": tuple(kinds),
+                "timeout_s": timeout_s,
+                "pack_threshold": pack_threshold,
+            }
+        )
 
         def publisher() -> Publisher:
             return Publisher(
@@ -86,9 +94,10 @@ class WeightSync:
 
         self._make_publisher: Callable[[], Publisher] = publisher
         self._publisher = publisher()
-        control.join(self._publisher.manifest, self._token)
+        control.join(self._publisher.manifest, self._token, takeover=takeover)
         self._is_joined = True
         control.joined(timeout_s)
+        self.version, _ = control.current()
         if self._publisher.mode_reason != "asked for":
             log.info("source rank %d publishes in mode %s: %s", rank, self.mode, self._publisher.mode_reason)
 
@@ -105,7 +114,10 @@ class WeightSync:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         lookahead: int = 1,
         timeout_s: float = 60.0,
+        stall_timeout_s: float = 600.0,
         pack_threshold: int = 0,
+        policy: str = "require_all",
+        takeover: bool = False,
         namespace: str = NAMESPACE,
         address: str | None = None,
     ) -> WeightSync:
@@ -122,12 +134,18 @@ class WeightSync:
             bucket_bytes: size of one bucket.
             lookahead: buckets filled ahead of the readers.
             timeout_s: deadline of every single wait, in seconds.
+            stall_timeout_s: a sync in which no member calls or waits for so many seconds has failed, and says who was at
+                what; at least three times `timeout_s`. Rank 0's word counts.
             pack_threshold: bytes of a row below which it is packed at its owner; 0: each link kind's own default.
+            policy: what becomes of a sync when a replica fails or is silent. "require_all": it fails for all. "best_effort":
+                the replica is left out, the report says so, and the others get the version. Rank 0's word counts.
+            takeover: this process takes the place of a source rank that died; if that one lives after all, its calls are
+                refused.
             namespace: Ray namespace of the coordinator.
             address: of the Ray cluster; default: the one this process is connected to, or RAY_ADDRESS.
 
         Raises:
-            MembershipError: the rank is taken, or the world size differs from the group's.
+            MembershipError: the rank is taken, the world size differs from the group's, or an unknown policy.
             DeadlineError: other ranks did not join in time; names them.
             SourceError: the mode cannot work with the source.
             VersionError: Ray or NIXL are missing or too old.
@@ -137,13 +155,15 @@ class WeightSync:
         ensure_ray(address, namespace)
         import ray
 
-        control = open_coordinator(
-            group, namespace=namespace, world_size=world_size, create=rank == 0, timeout_s=timeout_s
-        )
+        reopen = partial(
+            open_coordinator, group, namespace=namespace, world_size=world_size, create=rank == 0, timeout_s=timeout_s,
+            stall_timeout_s=stall_timeout_s,
+        )  # fmt: skip
         return cls(
-            control, source, group=group, rank=rank, world_size=world_size, mode=mode, kinds=kinds,
+            reopen(), source, group=group, rank=rank, world_size=world_size, mode=mode, kinds=kinds,
             bucket_bytes=bucket_bytes, lookahead=lookahead, timeout_s=timeout_s, pack_threshold=pack_threshold,
-            namespace=namespace, address=ray.get_runtime_context().gcs_address,
+            policy=policy, takeover=takeover, namespace=namespace, address=ray.get_runtime_context().gcs_address,
+            reopen=reopen,
         )  # fmt: skip
 
     @property
@@ -151,8 +171,13 @@ class WeightSync:
         """The publish mode in use: "live", "snapshot" or "bucket"."""
         return self._publisher.mode
 
+    # --- replicas
+
     def attach(self, client: EngineClient, *, timeout_s: float | None = None) -> None:
-        """Adds a replica: it traces, plans, and takes part from the next publish on. On rank 0 only.
+        """Adds a replica: it traces, plans, and takes part from the next sync on. On rank 0 only.
+
+        In a group that has a version the replica is paused until a sync has brought it there (`catch_up`, or the next
+        `publish`), so that it never serves what the others do not.
 
         Raises:
             MembershipError: another rank than 0, or the replica's name is taken.
@@ -163,47 +188,43 @@ class WeightSync:
             raise MembershipError(
                 f"replicas are attached on source rank 0, which drives them; this is rank {self.rank}"
             )
-        if client.name in self._clients:
+        if client.name in self._driver.clients:
             raise MembershipError(f"a replica named {client.name!r} is attached to group {self.group!r} already")
-        self._connect(client, self._timeout_s if timeout_s is None else timeout_s)
-        self._clients[client.name] = client
+        self._add(client, timeout_s)
 
     def reconnect(self, client: EngineClient, *, timeout_s: float | None = None) -> None:
         """Connects an attached replica again, in place, e.g. after its engine was started again. On rank 0 only.
 
-        A living engine keeps its links; one that was started again plans and takes its old place. It has no new weights
-        before the next publish.
+        A living engine keeps its links; one that was started again plans and takes its old place. It is paused until the next
+        sync has brought it the version of the group, as after `attach`.
 
         Raises:
             MembershipError: the replica is not attached.
             CoverageError, EngineError: as `attach`.
         """
-        if client.name not in self._clients:
+        if client.name not in self._driver.clients:
             raise MembershipError(f"no replica named {client.name!r} is attached to group {self.group!r}; attach it")
-        self._connect(client, self._timeout_s if timeout_s is None else timeout_s)
-        self._clients[client.name] = client
+        self._add(client, timeout_s)
+
+    def _add(self, client: EngineClient, timeout_s: float | None) -> None:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if self._is_lost:
+            self._restore(timeout_s)
+        self._driver.connect(self._control, client, timeout_s)
+        serves = {one.name: one.version for one in self._control.status().replicas}
+        if self.version is not None and serves.get(client.name) != self.version:
+            client.pause(deadline=time.monotonic() + timeout_s)
+        self._driver.clients[client.name] = client
 
     def detach(self, client: EngineClient | str) -> None:
         """Takes a replica out of the group (also one that died). The engine itself is left alone."""
         name = client if isinstance(client, str) else client.name
-        self._clients.pop(name, None)
+        self._driver.clients.pop(name, None)
         self._control.detach(name)
 
-    def _connect(self, client: EngineClient, timeout_s: float) -> None:
-        info = ConnectInfo(replica=client.name, **self._connect_info)  # type: ignore[arg-type]
-        client.connect(info, deadline=time.monotonic() + timeout_s)
-        ranks = self._control.replica_ready(client.name, timeout_s)
-        _, manifests = self._control.sources(timeout_s)
-        try:
-            check_taken(
-                [[(part.tensor, Box(part.offset, part.shape)) for part in rank.boxes] for rank in ranks],
-                merge(manifests),
-                ignored(manifests),
-            )
-        except CoverageError as error:
-            raise CoverageError(f"replica {client.name!r}: {error}") from None
+    # --- syncs
 
-    def publish(self, version: int, *, timeout_s: float | None = None) -> wire.SyncReport:
+    def publish(self, version: int, *, timeout_s: float | None = None, policy: str | None = None) -> wire.SyncReport:
         """Moves the present weights to every attached replica; returns when all of them serve `version`.
 
         Called by all source ranks with the same version, after the optimizer's step. Parameters must not change until it
@@ -212,42 +233,107 @@ class WeightSync:
         Args:
             version: the training step; never lower than the last one.
             timeout_s: deadline of each wait; default: as at `join`.
+            policy: default: as at `join`.
+
+        Returns:
+            What the sync did, the same on every rank. With policy "best_effort" its `failed` names replicas that were left out.
 
         Raises:
             SyncError: the sync failed; the same message on every rank. Replicas that had received bytes are torn: they
                 refuse to generate until a later publish succeeds.
             DeadlineError: a rank did not take part in time; names it.
+            CoordinatorLostError: the coordinator died in the middle; publish again.
+            EngineError: on rank 0, after the commit: a replica could not be stamped or resumed.
         """
+        return self._publish(version, None, timeout_s, policy)
+
+    def catch_up(self, *, timeout_s: float | None = None, policy: str | None = None) -> wire.SyncReport:
+        """Brings the group's version to those attached replicas that do not serve it; the others are not disturbed.
+
+        Called by all source ranks, after a replica was attached or came back. The weights must still be those of the group's
+        version, as they are between two optimizer steps.
+
+        Raises:
+            SyncError: nothing was published yet; or as `publish`.
+        """
+        if self._is_lost:
+            self._restore(self._timeout_s if timeout_s is None else timeout_s)
+        version, _ = self._control.current()
+        if version is None:
+            raise SyncError(f"group {self.group!r} has no version yet that a replica could catch up to; publish one")
+        serves = {one.name: one.version for one in self._control.status().replicas}
+        late = [name for name in self._driver.clients if serves.get(name) != version]
+        return self._publish(version, late, timeout_s, policy)
+
+    def _publish(
+        self, version: int, only: Sequence[str] | None, timeout_s: float | None, policy: str | None
+    ) -> wire.SyncReport:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        policy = self._policy if policy is None else policy
+        _check_policy(policy)
+        try:
+            return self._sync(version, only, timeout_s, policy)
+        except CoordinatorLostError:
+            self._is_lost = True
+            raise
+
+    def _sync(self, version: int, only: Sequence[str] | None, timeout_s: float, policy: str) -> wire.SyncReport:
         began = time.perf_counter()
+        if self._is_lost:
+            self._restore(timeout_s)
         try:
             self._follow_memory()
+        except CoordinatorLostError:
+            self._restore(timeout_s)
         except Exception as error:
-            raise self._failed(None, f"source rank {self.rank}", "check", error, version) from error
+            raise self._failed(None, "check", error, version) from error
         readable = self._publisher.readable()
-        sync, requests = self._begin(version, readable, timeout_s)
+        names = sorted(self._driver.clients if only is None else only) if self.rank == 0 else []
+        out: dict[str, str] = {}
+        sync, requests = self._begin(version, names, out, readable, timeout_s, policy)
         phases = {"begin": time.perf_counter() - began}
-        tasks = [partial(self._drive, one, version, sync, timeout_s, phases) for one in self._clients.values()]
+        clients = [self._driver.clients[name] for name in names if name not in out]
+        drive = Round(self._control, sync, version, clients, policy=policy, timeout_s=timeout_s, phases=phases)
+        tasks = drive.tasks()
         if requests or not readable:
             tasks.insert(0, partial(self._hold, sync, requests, timeout_s, phases))
         failure = side_by_side(tasks)
+        if failure is None and clients and len(drive.failed) == len(clients):
+            failure = SyncError("; ".join(drive.failed.values()))
         if failure is not None:
-            outcome = self._failed(sync, f"source rank {self.rank}", "publish", failure)
-            self._abort(version, str(outcome), timeout_s)
+            outcome = self._failed(sync, "publish", failure)
+            drive.abort(str(outcome))
             raise outcome from failure
-        if self.rank == 0:
-            phases["total"] = time.perf_counter() - began
-            try:
-                report = self._control.commit(sync, self.rank, phases["total"], phases)
-            except RdtError as error:
-                self._abort(version, str(error), timeout_s)
-                raise
-            self._resume(timeout_s)
-            log.info(log_line(report))
-        else:
+        if self.rank != 0:
             report = self._control.outcome(sync, self.rank, timeout_s)
+            self.version = version
+            return report
+        phases["total"] = time.perf_counter() - began
+        try:
+            report = self._control.commit(sync, self.rank, phases["total"], phases, {**out, **drive.failed})
+        except RdtError as error:
+            drive.abort(str(error))
+            self._disown(drive, error)
+            raise
         self.version = version
+        unreleased = drive.commit(report.failed)
+        log.info(log_line(report))
+        if unreleased:
+            told = "; ".join(f"replica {name!r}: {error}" for name, error in unreleased.items())
+            if policy == "require_all":
+                raise EngineError(f"version {version} is committed, but not every replica took it: {told}")
+            log.warning("version %d is committed, but not every replica took it: %s", version, told)
+            failed = {**report.failed, **{name: str(error) for name, error in unreleased.items()}}
+            served = tuple(name for name in report.replicas if name not in unreleased)
+            report = msgspec.structs.replace(report, failed=failed, replicas=served)
         return report
+
+    def _disown(self, drive: Round, error: RdtError) -> None:
+        """The commit may have been taken although this rank did not hear of it; its replicas are torn now."""
+        try:
+            self._control.tear(drive.names, str(error))
+        except RdtError as unheard:
+            log.warning("source rank 0: the coordinator could not be told that replicas are torn: %s", unheard)
 
     def _follow_memory(self) -> None:
         """Joins again where parameters moved that readers read, so that they learn the new addresses first."""
@@ -260,16 +346,59 @@ class WeightSync:
             self._control.join(self._publisher.manifest, self._token)
             self._is_joined = True
 
-    def _begin(self, version: int, readable: int, timeout_s: float) -> tuple[int, list[wire.ReadRequest]]:
-        replicas = sorted(self._clients) if self.rank == 0 else None
-        try:
-            return self._control.begin(self.rank, self._token, version, replicas, timeout_s, readable=readable)
-        except MembershipError:
-            # a rank joined again with new addresses: every replica plans again, once
-            if self.rank == 0:
-                for client in self._clients.values():
-                    self._connect(client, timeout_s)
-            return self._control.begin(self.rank, self._token, version, replicas, timeout_s, readable=readable)
+    def _begin(
+        self, version: int, names: Sequence[str], out: dict[str, str], readable: int, timeout_s: float, policy: str
+    ) -> tuple[int, list[wire.ReadRequest]]:
+        """Begins the sync on every rank; a coordinator that died and replicas that must plan again are mended once each.
+
+        Args:
+            version: of the sync.
+            names: replicas that shall take part.
+            out: filled with those that cannot, and why.
+            readable: see `Coordinator.begin`.
+            timeout_s: for the ranks to begin.
+            policy: see `publish`.
+        """
+        mended: set[type[RdtError]] = set()
+        while True:
+            replicas = [name for name in names if name not in out] if self.rank == 0 else None
+            # while one is mended, rank 0 may use up a deadline with its replicas before it begins
+            limit_s = timeout_s * (1 + len(mended))
+            try:
+                return self._control.begin(
+                    self.rank, self._token, version, replicas, limit_s, readable=readable, policy=policy
+                )
+            except (CoordinatorLostError, MembershipError) as error:
+                if type(error) in mended:
+                    raise
+                mended.add(type(error))
+                if isinstance(error, CoordinatorLostError):
+                    self._restore(timeout_s)
+                elif self.rank == 0:
+                    self._connect_again(version, names, out, timeout_s, policy)
+
+    def _connect_again(
+        self, version: int, names: Sequence[str], out: dict[str, str], timeout_s: float, policy: str
+    ) -> None:
+        failures = self._driver.connect_all(self._control, names, timeout_s)
+        if failures and (policy == "require_all" or len(failures) == len(names)):
+            name, error = next(iter(failures.items()))
+            raise self._failed(None, "connect", error, version, f"replica {name!r}") from error
+        out.update({name: str(error) for name, error in failures.items()})
+
+    def _restore(self, timeout_s: float) -> None:
+        """Opens a new coordinator in the place of one that died, and joins it with what this rank knows."""
+        if self._reopen is None:
+            raise CoordinatorLostError(
+                f"the coordinator of group {self.group!r} died, and nobody here can open another"
+            )
+        log.warning("source rank %d: the coordinator of group %r died; the group is built again", self.rank, self.group)
+        self._is_lost = True
+        self._control.close()
+        self._control = self._reopen()
+        self._control.join(self._publisher.manifest, self._token, version=self.version)
+        self._is_lost, self._is_joined = False, True
+        self._control.joined(timeout_s)
 
     def _hold(
         self, sync: int, requests: Sequence[wire.ReadRequest], timeout_s: float, phases: dict[str, float]
@@ -297,51 +426,30 @@ class WeightSync:
                 self._control.published(self.rank, sync, number, freed if freed >= 0 else None, timeout_s)
             phases["write"] = writing
         except Exception as error:
-            raise self._failed(sync, f"source rank {self.rank}", phase, error) from error
-
-    def _drive(self, client: EngineClient, version: int, sync: int, timeout_s: float, phases: dict[str, float]) -> None:
-        """Takes one replica through the sync, up to the version's stamp. On rank 0."""
-        for phase in ("pause", "begin", "pull", "finish"):
-            started = time.perf_counter()
-            deadline = time.monotonic() + timeout_s
-            try:
-                if phase == "pause":
-                    client.pause(deadline=deadline)
-                else:
-                    getattr(client, phase)(version, deadline=deadline)
-            except Exception as error:
-                raise self._failed(sync, f"replica {client.name!r}", phase, error) from error
-            name = "engine_begin" if phase == "begin" else phase
-            phases[name] = max(phases.get(name, 0.0), time.perf_counter() - started)
+            raise self._failed(sync, phase, error) from error
 
     def _failed(
-        self, sync: int | None, member: str, phase: str, error: BaseException, version: int | None = None
+        self,
+        sync: int | None,
+        phase: str,
+        error: BaseException,
+        version: int | None = None,
+        member: str | None = None,
     ) -> RdtError:
         """Fails the sync for everybody; returns the failure that came first, which is the same on every rank.
 
         Before this rank has begun, `version` says what it does not begin.
         """
         own = error if isinstance(error, RdtError) else SyncError(str(error) or repr(error))
+        member = member or f"source rank {self.rank}"
         try:
             absent = None if version is None else (self.rank, version)
             first = self._control.fail(sync, member, phase, str(own), absent)
         except RdtError as unheard:
+            self._is_lost = self._is_lost or isinstance(unheard, CoordinatorLostError)
             log.warning("%s failed in %s (%s), and the coordinator could not be told: %s", member, phase, own, unheard)
             return own
         return own if first is None or first == str(own) else SyncError(first)
-
-    def _abort(self, version: int, reason: str, timeout_s: float) -> None:
-        for client in self._clients.values():
-            try:
-                client.abort(version, reason, deadline=time.monotonic() + timeout_s)
-            except Exception as error:  # the replica may be dead, which is why the sync failed
-                log.warning("replica %r could not be told that version %d failed: %s", client.name, version, error)
-
-    def _resume(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        failure = side_by_side([partial(client.resume, deadline=deadline) for client in self._clients.values()])
-        if failure is not None:
-            raise failure
 
     def leave(self) -> None:
         """Leaves the group and releases what links hold. The parameters are left alone. Idempotent."""
@@ -356,21 +464,6 @@ class WeightSync:
         self._publisher.close()
 
 
-def side_by_side(tasks: Sequence[Callable[[], None]]) -> BaseException | None:
-    """Runs tasks at once, the first in this thread, and waits for all. Each must have a deadline of its own.
-
-    Returns:
-        What the first of them, in the order given, raised; None if all succeeded.
-    """
-    if not tasks:
-        return None
-    first, *others = tasks
-    failure: BaseException | None = None
-    with ThreadPoolExecutor(max_workers=max(1, len(others)), thread_name_prefix="rdt-drive") as pool:
-        running = [pool.submit(task) for task in others]
-        try:
-            first()
-        except Exception as error:
-            failure = error
-        failures = [failure, *(one.exception() for one in running)]
-    return next((one for one in failures if one is not None), None)
+def _check_policy(policy: str) -> None:
+    if policy not in POLICIES:
+        raise MembershipError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")

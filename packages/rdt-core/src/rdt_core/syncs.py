@@ -43,7 +43,7 @@ class Syncs:
         return self.latest if self.latest is not None and self.latest.is_running else None
 
     def start(
-        self, version: int, replicas: tuple[str, ...], readers: Mapping[str, Reader], timeout_s: float
+        self, version: int, replicas: tuple[str, ...], readers: Mapping[str, Reader], policy: str, timeout_s: float
     ) -> SyncRecord:
         """Makes the running sync.
 
@@ -51,13 +51,14 @@ class Syncs:
             version: what is synced.
             replicas: that take part.
             readers: their engine ranks, by name.
+            policy: of `POLICIES`.
             timeout_s: deadline of the longest wait of its members, in seconds.
         """
         self._count += 1
         rounds = {rank: source.status.rounds for rank, source in self._members.sources.items()}
         # engines may take a deadline each to pause, to get ready and to start pulling before they call here
         idle_s = max(self.stall_timeout_s, 3 * timeout_s)
-        record = self.latest = SyncRecord(self._count, version, rounds, replicas, readers, idle_s)
+        record = self.latest = SyncRecord(self._count, version, rounds, replicas, readers, idle_s, policy)
         loop = asyncio.get_running_loop()
         record.touched = loop.time()
         record.watchdog = loop.call_later(idle_s, self._watch, record)
@@ -91,18 +92,39 @@ class Syncs:
         failure = self.last_failure = self._failures[record.id] = describe(record.version, member, phase, problem)
         while len(self._failures) > _HISTORY:
             del self._failures[next(iter(self._failures))]
-        for name in record.pulling:
-            replica = self._members.replicas.get(name)
-            if replica is not None:
-                replica.version, replica.torn = None, failure
+        for name in record.pulling - record.dropped.keys():
+            self._tear(name, failure)
         record.end(failure=failure)
         return failure
 
+    def lose(self, record: SyncRecord, replica: str, member: str, phase: str, problem: str) -> str:
+        """A replica failed in a sync: the policy says whether the sync fails with it or goes on for the others.
+
+        Returns:
+            The failure that counts for this replica; empty if the sync was committed before.
+        """
+        if replica in record.dropped:
+            return record.dropped[replica]
+        if record.policy == "require_all" or not record.is_running or replica not in record.replicas:
+            return self.fail(record, member, phase, problem)
+        failure = self.last_failure = describe(record.version, member, phase, problem)
+        record.drop(replica, failure)
+        if replica in record.pulling:
+            self._tear(replica, failure)
+        if record.dropped.keys() >= set(record.replicas):
+            self.fail(record, member, phase, f"{problem}; no replica is left in this sync")
+        return failure
+
     def lost(self, reader: Reader | None, phase: str, problem: str) -> None:
-        """An engine rank went away: fails the running sync if it takes part."""
+        """An engine rank went away: fails the running sync, or what its replica has to do with it, if it takes part."""
         running = self.running
         if reader is not None and running is not None and running.readers.get(reader.name) is reader:
-            self.fail(running, member_name(reader.name), phase, problem)
+            self.lose(running, reader.manifest.replica, member_name(reader.name), phase, problem)
+
+    def _tear(self, name: str, failure: str) -> None:
+        replica = self._members.replicas.get(name)
+        if replica is not None:
+            replica.version, replica.torn = None, failure
 
     async def wait(
         self,
@@ -115,6 +137,8 @@ class Syncs:
     ) -> None:
         """Waits at a gate; a deadline fails the sync `record` for everybody, in the name of `member`.
 
+        With policy "best_effort" replicas whose engine ranks are missing are dropped, and the wait is over.
+
         Raises:
             DeadlineError: names who is missing.
             RdtError: what the gate's waiters were told meanwhile.
@@ -122,6 +146,16 @@ class Syncs:
         try:
             await gate.wait(timeout_s)
         except TimeoutError:
+            if record is not None and record.is_running and record.policy == "best_effort":
+                for reader in gate.missing:
+                    if isinstance(reader, str):
+                        problem = late(timeout_s, what, (reader,))
+                        replica = record.readers[reader].manifest.replica
+                        self.lose(record, replica, member_name(reader), phase, problem)
+                if gate.is_open and record.is_running:
+                    return
+                if record.failure:
+                    raise DeadlineError(record.failure) from None
             if record is not None and gate is record.ended:
                 problem = f"{late(timeout_s, what, ())}; {record.describe_silence()}"
             else:
@@ -141,8 +175,17 @@ class Syncs:
         if left > 0:
             record.watchdog = loop.call_later(left, self._watch, record)
         else:
-            problem = f"no member called for {record.idle_s:g} s; {record.describe_silence()}"
-            self.fail(record, "the group", "stall", problem)
+            member, phase = record.stalled()
+            problem = f"no progress for {record.idle_s:g} s (nobody called or waited); {record.describe_silence()}"
+            silent = [name for name in record.accounted.missing if isinstance(name, str)]
+            if record.policy == "best_effort" and silent:
+                for reader in silent:
+                    self.lose(record, record.readers[reader].manifest.replica, member_name(reader), phase, problem)
+                if record.is_running:  # the driver has as much time again to commit for the others
+                    record.touched = loop.time()
+                    record.watchdog = loop.call_later(record.idle_s, self._watch, record)
+                return
+            self.fail(record, member, phase, problem)
 
 
 def describe(version: int, member: str, phase: str, problem: str) -> str:

@@ -62,9 +62,9 @@ class WeightsSchedulerActor(_Stock):
         self._weights().finish(version, timeout_s)
 
     @ray.method(concurrency_group=WEIGHTS_GROUP)
-    def abort_weights(self, reason: str) -> None:
+    def abort_weights(self, version: int, reason: str) -> None:
         """See `SchedulerWeights.abort`."""
-        self._weights().abort(reason)
+        self._weights().abort(version, reason)
 
     @ray.method(concurrency_group=WEIGHTS_GROUP)
     def weights_status(self) -> dict[str, Any]:

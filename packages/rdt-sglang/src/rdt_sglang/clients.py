@@ -19,7 +19,7 @@ from rdt_core.web import StatusError, Web
 
 from .callers import ActorCaller, Caller, RpcCaller
 from .controls import PASSING_S, ActorControl, Control, EngineControl, WebControl, remaining
-from .protocol import UNSTAMPED, WEIGHTS_ROUTE, check_call, error_from_wire
+from .protocol import RECEIVING, UNSTAMPED, WEIGHTS_ROUTE, check_call, error_from_wire
 
 PauseMode = Literal["retract", "in_place"]
 Selector = Literal["target", "draft", "all"]
@@ -63,7 +63,9 @@ class _SglangEngine(ABC):
         self.selector = selector
         self.cache = cache
         self.pause_mode = pause
-        self._open = False  # schedulers may have begun a sync that neither finished nor was aborted
+        self._open = False  # schedulers may have begun a sync that was neither committed nor aborted
+        self._pulling = False
+        self._before: str | None = None  # the engine's stamp when that sync began; None: not known
 
     @abstractmethod
     def _caller(self) -> Caller:
@@ -75,6 +77,7 @@ class _SglangEngine(ABC):
 
     def connect(self, info: ConnectInfo, *, deadline: float) -> None:
         """See `EngineClient.connect`."""
+        self._before = None
         expected = self._control().check(deadline=deadline)
         wanted = {**msgspec.to_builtins(info), "selector": self.selector}
         answers = self._call("prepare", {"info": wanted}, deadline)
@@ -89,24 +92,35 @@ class _SglangEngine(ABC):
         self._say(lambda control: control.pause(self.pause_mode, deadline=deadline))
 
     def begin(self, version: int, *, deadline: float) -> None:
-        """See `EngineClient.begin`. Returns once every scheduler has paused."""
-        self._open = True
+        """See `EngineClient.begin`. Returns once every scheduler has paused.
+
+        The engine is stamped with no version until the commit, so that it never claims one that it does not hold.
+        """
+        if self._before is None:
+            self._before = self._stamped(deadline)
+        self._open, self._pulling = True, False
         self._call("begin", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
+        self._say(lambda control: control.stamp(f"{RECEIVING}{version}", deadline=deadline))
 
     def pull(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.pull`."""
+        self._pulling = True
         self._call("pull", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
 
     def finish(self, version: int, *, deadline: float) -> None:
-        """See `EngineClient.finish`. The cache follows the policy first, so that no version is stamped over a stale one."""
+        """See `EngineClient.finish`. The cache follows the policy, so that no version is stamped over a stale one."""
         self._call("finish", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
-        self._open = False
         if self.cache == "reset":
             self._say(lambda control: control.flush(deadline=deadline))
+
+    def commit(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.commit`. The engine's own answer about its version is checked."""
+        self._open = False
         self._say(lambda control: control.stamp(str(version), deadline=deadline))
         found = self._stamped(deadline)
         if found != str(version):
             raise EngineError(f"replica {self.name!r} was given version {version} and says that it serves {found!r}")
+        self._before = found
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         """See `EngineClient.abort`. A torn replica answers new requests with an error from here on.
@@ -116,9 +130,13 @@ class _SglangEngine(ABC):
         """
         if not self._open:
             return
-        self._call("abort", {"reason": f"version {version}: {reason}"}, deadline)
+        self._call("abort", {"version": version, "reason": f"version {version}: {reason}"}, deadline)
         self._open = False
-        if any(one.get("torn") for one in self.status(deadline=deadline)):
+        torn = any(one.get("torn") for one in self.status(deadline=deadline))
+        before = self._before
+        if not torn and not self._pulling and before is not None:  # it holds what it held before
+            self._say(lambda control: control.stamp(before, deadline=deadline))
+        if torn:
             # torn schedulers stay paused whatever they are told (`guard.around_continue`); but SGLang's tokenizer would
             # hold every new request, which they refuse at once, until somebody resumes it
             self.resume(deadline=deadline)

@@ -177,6 +177,12 @@ class SyncState:
         with self._changed:
             self._close()
 
+    def revoke(self, reason: str) -> None:
+        """A sync that was done here is not committed: the scheduler is torn."""
+        with self._changed:
+            if self.phase == "idle":
+                self._tear(reason)
+
     def fail(self, reason: str) -> None:
         """The sync ended without a version. A scheduler that was written to is torn; else it is as it was."""
         with self._changed:

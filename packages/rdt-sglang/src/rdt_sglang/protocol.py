@@ -17,7 +17,7 @@ CALLS: dict[str, tuple[str, dict[str, type | tuple[type, ...]]]] = {
     "begin": ("begin_weights", {"version": int, "timeout_s": (int, float)}),
     "pull": ("pull_weights", {"version": int, "timeout_s": (int, float)}),
     "finish": ("finish_weights", {"version": int, "timeout_s": (int, float)}),
-    "abort": ("abort_weights", {"reason": str}),
+    "abort": ("abort_weights", {"version": int, "reason": str}),
     "status": ("weights_status", {}),
     "close": ("release_weights", {}),
 }
@@ -31,6 +31,8 @@ ACTORS_ROUTE = "rdt/actors"
 #: bytes of the largest body that the weights route reads
 MAX_BODY = 1 << 20
 
+#: what an engine is stamped with from the first byte of a sync to its commit, before the version
+RECEIVING = "receiving "
 #: what SGLang says before the first sync, unless it was started with `--weight-version`
 UNSTAMPED = "default"
 

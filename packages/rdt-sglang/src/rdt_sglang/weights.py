@@ -252,10 +252,12 @@ class SchedulerWeights:
         self._state.done()
         log.info("%s holds version %d", self._who, version)
 
-    def abort(self, reason: str) -> None:
-        """Ends a sync that failed, here or elsewhere; a scheduler that was written to is torn. Idempotent."""
+    def abort(self, version: int, reason: str) -> None:
+        """Ends a sync that failed, here or elsewhere; a scheduler that was written to is torn, finished or not. Idempotent."""
         if self._receiver is not None:
-            self._receiver.abort(reason)
+            self._receiver.abort(version, reason)
+        if self._version == version and self._receiver is not None and self._receiver.torn is not None:
+            self._state.revoke(reason)
         self._fail(reason)
 
     def status(self) -> dict[str, Any]:

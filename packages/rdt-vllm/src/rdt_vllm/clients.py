@@ -20,7 +20,7 @@ from rdt_core.engines import CachePolicy, ConnectInfo, PauseMode
 from rdt_core.errors import DeadlineError, EngineError
 from rdt_core.web import StatusError, Web
 
-from .protocol import ABORTED, LEFT_OPEN, OPEN_ON_LAST
+from .protocol import ABORTED, LEFT_OPEN, OPEN_ON_LAST, RECEIVING
 
 #: seconds that an engine gets less than its caller for a pull, so that its own error comes first
 MARGIN_S = 2.0
@@ -67,6 +67,9 @@ class _VllmEngine(ABC):
         self.pause_mode = pause
         self._open = False  # a weight update was started and not finished
         self._finishing = False
+        self._uncommitted: int | None = None  # version that was pulled, in part or whole
+        self._pulling = False
+        self._before: str | None = None  # the engine's stamp when the sync began; None: not known
 
     # what each transport gives
 
@@ -80,7 +83,10 @@ class _VllmEngine(ABC):
     def _update(self, info: dict[str, Any], deadline: float) -> None: ...
 
     @abstractmethod
-    def _finish(self, version: str | None, deadline: float) -> None: ...
+    def _finish(self, deadline: float) -> None: ...
+
+    @abstractmethod
+    def _stamp(self, version: str, deadline: float) -> None: ...
 
     @abstractmethod
     def _weight_version(self, deadline: float) -> list[str]: ...
@@ -99,9 +105,14 @@ class _VllmEngine(ABC):
 
     # what all share
 
+    def _open_update(self, stamp: str, deadline: float) -> None:
+        self._start(deadline)
+        self._stamp(stamp, deadline)
+
     def connect(self, info: ConnectInfo, *, deadline: float) -> None:
         """See `EngineClient.connect`. A sync that another driver left open is ended first; its replica is torn then."""
         wanted = msgspec.to_builtins(info)
+        self._before = None
         try:
             self._init(wanted, deadline)
         except EngineError as error:
@@ -112,25 +123,38 @@ class _VllmEngine(ABC):
             self._init(wanted, deadline)
 
     def begin(self, version: int, *, deadline: float) -> None:
-        """See `EngineClient.begin`."""
-        self._open, self._finishing = True, False
-        self._start(deadline)
+        """See `EngineClient.begin`.
+
+        The engine is stamped with no version until the commit, so that it never claims one that it does not hold.
+        """
+        if self._before is None:
+            stamps = set(self._weight_version(deadline))
+            self._before = stamps.pop() if len(stamps) == 1 else None
+        self._open, self._finishing, self._pulling, self._uncommitted = True, False, False, None
+        self._open_update(f"{RECEIVING}{version}", deadline)
 
     def pull(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.pull`."""
         timeout_s = max(deadline - time.monotonic() - MARGIN_S, 1.0)
+        self._uncommitted, self._pulling = version, True
         self._update({"version": version, "timeout_s": timeout_s}, deadline)
 
     def finish(self, version: int, *, deadline: float) -> None:
-        """See `EngineClient.finish`. The engine's own answer about its version is checked."""
+        """See `EngineClient.finish`."""
         self._finishing = True
-        self._finish(str(version), deadline)
+        self._finish(deadline)
         self._open = self._finishing = False
+
+    def commit(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.commit`. The engine's own answer about its version is checked."""
+        self._stamp(str(version), deadline)
+        self._uncommitted = None
         found = self._weight_version(deadline)
         if set(found) != {str(version)}:
             raise EngineError(
                 f"replica {self.name!r} was given version {version} and says that it serves {', '.join(found)}"
             )
+        self._before = str(version)
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         """See `EngineClient.abort`.
@@ -138,11 +162,14 @@ class _VllmEngine(ABC):
         Raises:
             EngineError: the engine could not be told, e.g. because it died.
         """
-        if self._open:
-            self._end(self._finishing, f"version {version}: {reason}", deadline)
-            self._open = self._finishing = False
+        if self._open or self._uncommitted is not None:
+            # an update that is finished, or of which the last worker is, has to be started once more to be aborted
+            self._end(self._finishing or not self._open, f"version {version}: {reason}", deadline, version)
+            self._open, self._finishing, self._uncommitted = False, False, None
+            if self._before is not None and not self._pulling:  # no byte moved: it holds what it held before
+                self._stamp(self._before, deadline)
 
-    def _end(self, finish_failed: bool, reason: str, deadline: float) -> None:
+    def _end(self, finish_failed: bool, reason: str, deadline: float, version: int = -1) -> None:
         """Closes a weight update on every worker, whichever of them have closed it already.
 
         vLLM's worker closes an update when `update_weights` raises or `finish` returns. The backend raises on the last
@@ -160,8 +187,8 @@ class _VllmEngine(ABC):
 
         if finish_failed:
             tell("start", [_ALREADY_OPEN], self._start)
-        tell("update", [ABORTED, *_NOT_OPEN], self._update, {"version": -1, "abort": reason})
-        tell("finish", list(_NOT_OPEN), self._finish, None)
+        tell("update", [ABORTED, *_NOT_OPEN], self._update, {"version": version, "abort": reason})
+        tell("finish", list(_NOT_OPEN), self._finish)
         if unexpected:
             raise EngineError(f"replica {self.name!r} did not end its sync: " + "; ".join(unexpected))
 
@@ -211,13 +238,18 @@ class VllmRayEngine(_VllmEngine):
 
     def _call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> list[Any]:
         """Calls every actor and waits for all of them, also when one failed: a worker must not be left in a call."""
+        return self._wait(method, self._post(method, *args, **kwargs), deadline)
+
+    def _post(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        try:
+            return [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
+        except AttributeError as error:
+            raise EngineError(f"the actors of replica {self.name!r} have no method {method}: {error}") from error
+
+    def _wait(self, method: str, refs: Sequence[Any], deadline: float) -> list[Any]:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-        try:
-            refs = [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
-        except AttributeError as error:
-            raise EngineError(f"the actors of replica {self.name!r} have no method {method}: {error}") from error
         results, failures = [], []
         for index, ref in enumerate(refs):
             try:
@@ -245,10 +277,17 @@ class VllmRayEngine(_VllmEngine):
     def _update(self, info: dict[str, Any], deadline: float) -> None:
         self._call("update_weights", UpdateRequest(info), deadline=deadline)
 
-    def _finish(self, version: str | None, deadline: float) -> None:
+    def _open_update(self, stamp: str, deadline: float) -> None:
+        # one round trip: neither needs the other
+        stamped = self._post("update_weight_version", stamp)
+        self._call("start_weight_update", deadline=deadline)
+        self._wait("update_weight_version", stamped, deadline)
+
+    def _finish(self, deadline: float) -> None:
         self._call("finish_weight_update", deadline=deadline)
-        if version is not None:  # only now, so that no actor is stamped while another one fails
-            self._call("update_weight_version", version, deadline=deadline)
+
+    def _stamp(self, version: str, deadline: float) -> None:
+        self._call("update_weight_version", version, deadline=deadline)
 
     def _weight_version(self, deadline: float) -> list[str]:
         return self._call("get_weight_version", deadline=deadline)
@@ -325,8 +364,11 @@ class VllmHttpEngine(_VllmEngine):
     def _update(self, info: dict[str, Any], deadline: float) -> None:
         self._request("update_weights", deadline, {"update_info": info})
 
-    def _finish(self, version: str | None, deadline: float) -> None:
-        self._request("finish_weight_update", deadline, {} if version is None else {"weight_version": version})
+    def _finish(self, deadline: float) -> None:
+        self._request("finish_weight_update", deadline)
+
+    def _stamp(self, version: str, deadline: float) -> None:
+        self._request("update_weight_version", deadline, {"new_version": version})
 
     def _weight_version(self, deadline: float) -> list[str]:
         answer = self._request("weight_info", deadline, method="GET")

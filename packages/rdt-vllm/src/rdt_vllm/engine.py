@@ -1,8 +1,9 @@
 """The vLLM worker's side: weight transfer backend `rdt`, on the life cycle that vLLM gives every backend.
 
 `init` connects this engine rank to its sync group; `start`, `update`, `finish` are one sync. A version counts only when
-`finish` has accounted for every byte on every rank. After a failure the rank is torn: the model refuses to run until a
-complete sync. It refuses expert load balancing (a traced plan would write into the wrong expert) and draft models.
+`finish` has accounted for every byte on every rank and the driver has stamped it. After a failure the rank is torn: the model
+refuses to run until a complete sync. It refuses expert load balancing (a traced plan would write into the wrong expert) and
+draft models.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class RdtUpdateInfo(WeightTransferUpdateInfo):
     """What `update_weights` takes.
 
     Attributes:
-        version: to pull; it must be the one that the trainer publishes now.
+        version: to pull, the one that the trainer publishes now; or to abort, -1: whichever is being received.
         timeout_s: seconds, deadline of every single wait of this pull; 0: as connected.
-        abort: reason for which the sync that was started ends without a version; empty: pull.
+        abort: reason for which the sync that was started, or finished and not committed, ends; empty: pull.
     """
 
     version: int
@@ -104,7 +105,8 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
         self._landing: VllmLanding | None = None
         self._receiver: Receiver | None = None
         self._timeout_s = 60.0
-        self._version: int | None = None  # being received
+        self._asked: int | None = None  # version of the pull in this weight update
+        self._version: int | None = None  # that it brought completely
         self._failed: str | None = None
         self._open = False  # vLLM's worker has a weight update open; only it may close it
 
@@ -140,8 +142,7 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
     def start_weight_update(self) -> None:
         """Opens a sync. Nothing is written yet; a failure before it is forgotten, but not healed."""
         # No talk between ranks here: after a failed `finish` vLLM's worker refuses this call on the last rank alone.
-        self._failed = None
-        self._version = None
+        self._failed = self._asked = self._version = None
         if self._receiver is None:
             self._failed = "backend rdt is not connected; call init_weight_transfer_engine with group and replica first"
             self._raise(self._failed, None)
@@ -178,7 +179,7 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
         # With a failure from before, the last rank has raised and is closed, so its worker refuses this call; with that
         # the call fails and no version is stamped. What is left to do on the others is to close as well.
         if failure is not None:
-            self._abort(failure)
+            self._abort(self._asked, failure)
             self._raise(failure, error)
         self._open = False
 
@@ -217,7 +218,7 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
     def _update(self, info: RdtUpdateInfo | None, error: Exception | None) -> None:
         ranks = self._all_ranks()
         if info is not None and info.abort:
-            self._abort(info.abort)
+            self._abort(info.version if info.version >= 0 else self._asked, info.abort)
             if ranks.speaks:
                 self._open = False
                 raise SyncError(f"{ABORTED}: {info.abort}")
@@ -226,14 +227,15 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
             if not ranks.speaks:
                 return  # the last rank is closed: its worker refuses this call for all
             # `finish` failed, so this rank stayed open through the `start` that the others saw
-            self._failed, self._version = None, None
+            self._failed = self._version = None
         timeout_s = self._timeout_s
         if info is not None:
             request, timeout_s = info, info.timeout_s or timeout_s
+            self._asked = info.version
             error = self._try(lambda: self._pull(request, timeout_s))
         failure = ranks.agree(error, timeout_s + GRACE_S)
         if failure is not None:
-            self._abort(failure)
+            self._abort(self._asked, failure)
             if ranks.speaks:
                 self._open = False
             self._raise(failure, error)
@@ -249,17 +251,17 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
         if self._version is None:
             raise SyncError("no version was pulled in this weight update; nothing was committed")
         receiver.finish(self._version)
-        log.info("%s/%d serves version %d", receiver.replica, self.rank, self._version)
+        log.info("%s/%d holds version %d", receiver.replica, self.rank, self._version)
 
     def _connected(self) -> Receiver:
         if self._receiver is None:
             raise EngineError("backend rdt is not connected")
         return self._receiver
 
-    def _abort(self, reason: str) -> None:
+    def _abort(self, version: int | None, reason: str) -> None:
         self._failed = self._failed or reason
-        if self._receiver is not None:
-            self._receiver.abort(reason)
+        if self._receiver is not None and version is not None:
+            self._receiver.abort(version, reason)
 
     @staticmethod
     def _try(step: Callable[[], None]) -> Exception | None:

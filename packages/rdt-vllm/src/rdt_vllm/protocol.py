@@ -5,6 +5,8 @@ vLLM hands an error of a worker to its caller as text, over HTTP and over Ray al
 
 from __future__ import annotations
 
+#: what an engine is stamped with from the first byte of a sync to its commit, before the version
+RECEIVING = "receiving "
 #: the sync was ended by `update_weights` with `abort`, as asked
 ABORTED = "rdt-aborted"
 #: an earlier weight update never ended; followed by a colon and the ranks of which the update is open

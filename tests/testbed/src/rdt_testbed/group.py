@@ -30,7 +30,8 @@ def token(rank: int) -> str:
 
 
 def source(rank: int, world_size: int, **changes: Any) -> wire.SourceManifest:
-    """Returns a source rank's manifest."""
+    """Returns a source rank's manifest: with a shard in each of its rounds, if there are several."""
+    rounds, first = changes.get("rounds", 1), TENSORS[0]
     fields: dict[str, Any] = {
         "group": GROUP,
         "rank": rank,
@@ -44,6 +45,13 @@ def source(rank: int, world_size: int, **changes: Any) -> wire.SourceManifest:
         "regions": (),
         "kinds": ("local",),
     }
+    if rounds > 1:
+        empty = (0,) * len(first.shape)
+        fields["regions"] = (wire.RegionMeta(id=0, nbytes=64, address=0, device="cpu"),)
+        fields["shards"] = tuple(
+            wire.ShardMeta(tensor=0, offset=empty, shape=empty, region=0, byte_offset=0, strides=empty, round=round)
+            for round in range(rounds)
+        )
     return wire.SourceManifest(**fields | changes)
 
 

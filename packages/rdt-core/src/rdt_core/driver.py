@@ -1,0 +1,218 @@
+"""The replicas of a group as source rank 0 drives them: connect, and the steps of one sync on every one of them.
+
+`Driver` knows which replicas are attached. A `Round` takes those of one sync from the pause to the commit, side by side,
+and says of each what went wrong. With policy "best_effort" a replica that fails is left out and the others go on. A
+replica that failed is never resumed: it is told to abort, and stays as it is until a later sync is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from .control import Control
+from .coverage import check_taken
+from .declared import ignored, merge
+from .engines import ConnectInfo, EngineClient
+from .errors import CoordinatorLostError, CoverageError, RdtError, SyncError
+from .geometry import Box
+
+log = logging.getLogger(__name__)
+
+
+class Driver:
+    """The attached replicas of a group.
+
+    Args:
+        info: fields of `ConnectInfo` that are the same for every replica.
+
+    Attributes:
+        clients: by name of the replica.
+    """
+
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        self._info = dict(info)
+        self.clients: dict[str, EngineClient] = {}
+
+    def connect(self, control: Control, client: EngineClient, timeout_s: float) -> None:
+        """Connects every rank of a replica, and checks that what the source ranks hold is taken.
+
+        Raises:
+            CoverageError: the engine wants what no rank holds, or nobody takes what the source offers.
+            EngineError: an engine rank failed to connect.
+            DeadlineError: one did not answer in time.
+        """
+        info = ConnectInfo(replica=client.name, **self._info)
+        client.connect(info, deadline=time.monotonic() + timeout_s)
+        ranks = control.replica_ready(client.name, timeout_s)
+        _, manifests = control.sources(timeout_s)
+        try:
+            check_taken(
+                [[(part.tensor, Box(part.offset, part.shape)) for part in rank.boxes] for rank in ranks],
+                merge(manifests),
+                ignored(manifests),
+            )
+        except CoverageError as error:
+            raise CoverageError(f"replica {client.name!r}: {error}") from None
+
+    def connect_all(self, control: Control, names: Iterable[str], timeout_s: float) -> dict[str, Exception]:
+        """Connects replicas again, side by side. Returns what failed, by name."""
+        return _each({name: partial(self.connect, control, self.clients[name], timeout_s) for name in names})
+
+
+class Round:
+    """One sync of some replicas.
+
+    Args:
+        control: of the group.
+        sync: its id.
+        version: that it brings.
+        clients: of the replicas that take part.
+        policy: "require_all" or "best_effort".
+        timeout_s: deadline of each step of each replica, in seconds.
+        phases: filled with the seconds of the slowest replica, by phase.
+
+    Attributes:
+        failed: replicas that were left out, and why.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        sync: int,
+        version: int,
+        clients: Sequence[EngineClient],
+        *,
+        policy: str,
+        timeout_s: float,
+        phases: dict[str, float],
+    ) -> None:
+        self._control = control
+        self._sync = sync
+        self._version = version
+        self._clients = list(clients)
+        self._policy = policy
+        self._timeout_s = timeout_s
+        self._phases = phases
+        self._lock = threading.Lock()
+        self.failed: dict[str, str] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Replicas of this sync."""
+        return [client.name for client in self._clients]
+
+    def tasks(self) -> list[Callable[[], None]]:
+        """One task for each replica: pause, begin, pull, finish. They may run side by side.
+
+        A task raises the failure of the sync, as every member sees it; with "best_effort" none does.
+        """
+        return [partial(self._drive, client) for client in self._clients]
+
+    def _drive(self, client: EngineClient) -> None:
+        for phase in ("pause", "begin", "pull", "finish"):
+            started = time.perf_counter()
+            deadline = time.monotonic() + self._timeout_s
+            try:
+                if phase == "pause":
+                    client.pause(deadline=deadline)
+                else:
+                    getattr(client, phase)(self._version, deadline=deadline)
+            except Exception as error:
+                failure = self._tell(client.name, phase, error)
+                if self._policy == "require_all":
+                    raise failure from error
+                log.warning("replica %r is left out of version %d: %s", client.name, self._version, failure)
+                self.failed[client.name] = str(failure)
+                self._abort([client], str(failure))
+                return
+            name = "engine_begin" if phase == "begin" else phase
+            with self._lock:
+                self._phases[name] = max(self._phases.get(name, 0.0), time.perf_counter() - started)
+
+    def _tell(self, replica: str, phase: str, error: Exception) -> RdtError:
+        """Fails the sync, or with "best_effort" this replica's part of it; returns the failure that came first."""
+        own = error if isinstance(error, RdtError) else SyncError(str(error) or repr(error))
+        try:
+            first = self._control.fail(self._sync, f"replica {replica!r}", phase, str(own), None, replica)
+        except CoordinatorLostError:
+            raise
+        except RdtError as unheard:
+            log.warning(
+                "replica %r failed in %s (%s), and the coordinator could not be told: %s", replica, phase, own, unheard
+            )
+            return own
+        return own if first is None or first == str(own) else SyncError(first)
+
+    def abort(self, reason: str) -> None:
+        """Tells every replica that is still in the sync that it failed."""
+        self._abort([client for client in self._clients if client.name not in self.failed], reason)
+
+    def _abort(self, clients: Sequence[EngineClient], reason: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        failures = _each(
+            {client.name: partial(client.abort, self._version, reason, deadline=deadline) for client in clients}
+        )
+        for name, error in failures.items():  # it may be dead, which is why the sync failed
+            log.warning("replica %r could not be told that version %d failed: %s", name, self._version, error)
+
+    def commit(self, failed: Iterable[str]) -> dict[str, Exception]:
+        """After the coordinator's commit: stamps every replica that is still in the sync, and lets it generate again.
+
+        Args:
+            failed: replicas that the coordinator has left out.
+
+        Returns:
+            What failed, by name: such a replica is not stamped, or not resumed.
+        """
+        out = {*failed, *self.failed}
+        failures = _each(
+            {client.name: partial(self._release, client) for client in self._clients if client.name not in out}
+        )
+        if failures:
+            self._control.tear(list(failures), "; ".join(str(error) for error in failures.values()))
+        return failures
+
+    def _release(self, client: EngineClient) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        client.commit(self._version, deadline=deadline)
+        client.resume(deadline=deadline)
+
+
+def _each(tasks: Mapping[str, Callable[[], None]]) -> dict[str, Exception]:
+    """Runs tasks side by side, waits for all, and returns what each raised."""
+    failures: dict[str, Exception] = {}
+
+    def run(name: str, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception as error:
+            failures[name] = error
+
+    side_by_side([partial(run, name, task) for name, task in tasks.items()])
+    return {name: failures[name] for name in tasks if name in failures}
+
+
+def side_by_side(tasks: Sequence[Callable[[], None]]) -> BaseException | None:
+    """Runs tasks at once, the first in this thread, and waits for all. Each must have a deadline of its own.
+
+    Returns:
+        What the first of them, in the order given, raised; None if all succeeded.
+    """
+    if not tasks:
+        return None
+    first, *others = tasks
+    failure: BaseException | None = None
+    with ThreadPoolExecutor(max_workers=max(1, len(others)), thread_name_prefix="rdt-drive") as pool:
+        running = [pool.submit(task) for task in others]
+        try:
+            first()
+        except Exception as error:
+            failure = error
+        failures = [failure, *(one.exception() for one in running)]
+    return next((one for one in failures if one is not None), None)
