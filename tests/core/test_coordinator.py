@@ -488,7 +488,7 @@ async def test_an_engine_rank_enters_the_running_sync_of_its_version_when_the_fi
     assert not waiting.done()
     assert await group.states() == {"a": "updating"}
     await coordinator.published(1, sync, 0, None, 0)
-    assert await waiting == sync
+    assert await waiting == (sync, "off")
     await coordinator.fail(sync, "somebody", "something", "stop")
     with pytest.raises(SyncError, match=r"^version 1: somebody failed in something: stop$"):
         await coordinator.enter("a/0", "first", 1, WAIT_S)
@@ -514,7 +514,7 @@ async def test_rounds_that_were_readable_before_are_published_with_the_start_of_
     await coordinator.offer(1, sync, [wire.encode(offer(asked[1]))], [[]])
     begun = [group.begin_one(0, 4, readable=2), group.begin_one(1, 4, readable=1)]
     sync = (await asyncio.gather(*begun))[0][0]
-    assert await coordinator.enter("a/0", "first", 4, 0) == sync
+    assert await coordinator.enter("a/0", "first", 4, 0) == (sync, "off")
     with pytest.raises(DeadlineError, match=r"no answer from source rank 1$"):
         await coordinator.await_round("a/0", sync, 1, 0)
     for readable in (-1, 3):
@@ -842,7 +842,7 @@ async def test_a_sync_that_everybody_forgot_ends_by_itself() -> None:
     assert (await group.coordinator.current())[1] == sync
     await asyncio.sleep(2)
     assert await group.coordinator.current() == (None, None)
-    with pytest.raises(SyncError, match=r"engine rank a/0 failed in pause, begin .*: no progress for 600 s .*; no account .* a/0$"):
+    with pytest.raises(SyncError, match=r"a/0 failed in pause, begin .*: no progress for 600 s .*; no account .* a/0$"):
         await group.coordinator.outcome(sync, 1, 0)
 
 

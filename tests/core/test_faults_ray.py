@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from rdt_core.errors import DeadlineError, EngineError, MembershipError, SyncError, TransportError
+from rdt_core.control import open_coordinator
+from rdt_core.errors import CoordinatorLostError, DeadlineError, EngineError, MembershipError, SyncError, TransportError
 from rdt_core.replica import ModuleReplica, ModuleWorker
 from rdt_core.sources import ModuleSource
 from rdt_core.sync import WeightSync
@@ -34,10 +35,10 @@ class Rank:
         self.rank, self.world_size = rank, world_size
         self.model = build(1.0)
 
-    def join(self, group: str, timeout_s: float = 60.0) -> None:
+    def join(self, group: str, timeout_s: float = 60.0, takeover: bool = False) -> None:
         source = ModuleSource(self.model)
         self.sync = WeightSync.join(
-            group, source=source, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s
+            group, source=source, rank=self.rank, world_size=self.world_size, timeout_s=timeout_s, takeover=takeover
         )
         self.sync._timeout_s = TIMEOUT_S
 
@@ -150,6 +151,63 @@ def test_two_joins_under_one_rank(group):
         assert ray.get(sources[0].publish.remote(1))[0] == ""
     finally:
         ray.kill(other)
+
+
+def test_a_source_rank_that_is_started_again_goes_on_in_its_place(group, request):
+    import ray
+
+    sources, engines = group(2)
+    assert [outcome[0] for outcome in ray.get([source.publish.remote(1) for source in sources])] == ["", ""]
+    ray.kill(sources[1])
+    again = ray.remote(Rank).options(num_cpus=0, enable_tensor_transport=True).remote(1, 2)
+    try:
+        with pytest.raises(MembershipError, match="takeover=True"):
+            ray.get(again.join.remote(request.node.name))
+        ray.get(again.join.remote(request.node.name, 60.0, True))
+        assert [outcome[0] for outcome in ray.get([one.publish.remote(2) for one in (sources[0], again)])] == ["", ""]
+        assert values(engines[0]) == {2.0}
+        assert ray.get(engines[0].version.remote()) == 2
+    finally:
+        ray.kill(again)
+
+
+def test_a_coordinator_that_was_killed_is_opened_again_and_the_version_goes_on(group, request):
+    import ray
+
+    sources, engines = group(2, 2)
+    assert [outcome[0] for outcome in ray.get([source.publish.remote(5) for source in sources])] == ["", ""]
+    dead = ray.get_actor(f"rdt.{request.node.name}", namespace="rdt")
+    ray.kill(dead)
+    assert [outcome[:2] for outcome in ray.get([source.publish.remote(6) for source in sources])] == [("", "")] * 2
+    assert values(engines[0]) == values(engines[1]) == {6.0}
+    status = open_coordinator(request.node.name, create=False, timeout_s=10.0).status()
+    assert [(one.state, one.version) for one in status.replicas] == [("serving", 6)]
+    kind, message, _ = ray.get(sources[0].publish.remote(4))
+    assert (kind, "never go back" in message) == (SyncError.__name__, True)
+
+
+def test_a_driver_that_dies_in_the_middle_leaves_no_version_and_its_successor_goes_on(group, request):
+    import ray
+
+    sources, engines = group(2)
+    assert [outcome[0] for outcome in ray.get([source.publish.remote(5) for source in sources])] == ["", ""]
+    waiting = sources[1].publish.remote(6)
+    ray.kill(sources[0])
+    kind, message, seconds = ray.get(waiting)
+    assert kind in (CoordinatorLostError.__name__, DeadlineError.__name__), message
+    assert seconds < TIMEOUT_S + SLACK_S
+    assert ray.get(engines[0].version.remote()) == 5
+    again = ray.remote(Rank).options(num_cpus=0, enable_tensor_transport=True).remote(0, 2)
+    try:
+        joined = again.join.remote(request.node.name)
+        other = sources[1].publish.remote(7)  # it opens nothing itself, and finds what the successor has opened
+        ray.get(joined)
+        ray.get(again.attach.remote(engines))
+        assert ray.get(again.publish.remote(7))[:2] == ("", "")
+        assert ray.get(other)[:2] == ("", "")
+        assert values(engines[0]) == {7.0}
+    finally:
+        ray.kill(again)
 
 
 def test_an_engine_that_allows_no_kind_that_works(ray_cluster):

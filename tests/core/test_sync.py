@@ -325,9 +325,9 @@ def test_an_account_that_is_refused_never_lets_the_replica_serve(group, monkeypa
     made.publish(1)
     done = made.control.done
 
-    def short(report, sync):
+    def short(report, *args):
         missing = 1 if report.reader == "module/1" else 0
-        return done(msgspec.structs.replace(report, bytes=report.bytes - missing), sync)
+        return done(msgspec.structs.replace(report, bytes=report.bytes - missing), *args)
 
     finished = []
     landing = made.workers[1].landing

@@ -57,10 +57,10 @@ class Run:
         limit = "max_tokens" if name == "vllm" else "max_new_tokens"
         return [self.servers[name].generate.remote(prompt, {**GREEDY, limit: tokens}) for prompt in PROMPTS]
 
-    def sync(self, version: int, seed: int) -> None:
+    def sync(self, version: int, seed: int, *, late: bool = False) -> None:
         import ray
 
-        report = self.trainers.publish(version, seed)
+        report = self.trainers.all("catch_up")[0] if late else self.trainers.publish(version, seed)
         model = self.trainers.model(seed)
         for name in self.servers:
             if name not in self.clients:
@@ -91,12 +91,12 @@ class Run:
         self.trainers.all("join", "both", {})
         self.attach("vllm", VllmRayEngine(self.servers["vllm"], name="vllm"))
         self.sync(1, 11)
-        # another engine, with two ranks, joins while the first one generates
+        # another engine, with two ranks, joins while the first one generates; it is paused until it has the version
         flight = self.sample("vllm", FLIGHT)
         self.attach("sglang", SglangRayEngine(self.servers["sglang"], name="sglang"))
         self.results["serving"] = [len(one[0].token_ids) for one in ray.get(flight, timeout=120)]
         self.results["newcomer"] = self.clients["sglang"].version(deadline=soon())
-        self.sync(1, 11)  # the present version again, for the newcomer
+        self.sync(1, 11, late=True)  # for the newcomer alone
         self.sync(2, 12)
         self.sync(3, 13)
         self.trainers.all("leave")

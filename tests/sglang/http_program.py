@@ -1,7 +1,7 @@
 """Run by test_routes.py in a process of its own: stock SGLang servers behind a URL, fed by two FSDP2 trainer actors.
 
-Its argument is JSON: `ray` (schedulers as actors, else plain processes), `tp`, and `launcher` (rdt's, else SGLang's own).
-Prints one JSON object on its last line. The oracle is the trainer's model in transformers.
+Its argument is JSON: `ray` (schedulers as actors, else plain processes), `tp`, `launcher` (rdt's, else SGLang's own), and
+`python`, which runs the trainers. Prints one JSON object on its last line. The oracle is the trainer's model in transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import serving_trainers as serving
 from serving_trainers import GREEDY, PROMPTS, TOKENS, Trainers, logprob_error, raised, soon
 
 from rdt_testbed import models, warm
-from rdt_testbed.cluster import local_cluster
+from rdt_testbed.cluster import local_cluster, workers_environment
 
 KIND: models.Kind = "llama-tied"
 KEY = "secret"
@@ -46,7 +46,8 @@ class Run:
         self.version = 0
         self.port = _free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{self.port}"
-        self.trainers = Trainers(folder, KIND)
+        if not settings.get("launcher"):
+            self.trainers = Trainers(folder, KIND, settings.get("python", sys.executable))
 
     def command(self) -> list[str]:
         given = [
@@ -63,6 +64,7 @@ class Run:
     def all(self) -> dict[str, Any]:
         environment = {**os.environ, "TMPDIR": str(self.folder)}  # SGLang leaves its sockets
         environment.pop("RAY_ADDRESS", None)
+        environment["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps({"runtime_env": workers_environment()})
         if self.settings["ray"] and not self.settings.get("launcher"):
             environment["RAY_ADDRESS"] = self.address
         log = self.folder / "server.log"
@@ -159,7 +161,7 @@ class Run:
         ]  # fmt: skip
         self.results["torn"] = [raised(lambda ref=ref: ray.get(ref, timeout=100)) for ref in refs]
         self.results["torn_request"] = raised(lambda: self.generate(2))
-        self.results["torn_version"] = client.version(deadline=soon()) == self.version
+        self.results["torn_version"] = client.version(deadline=soon())
         self.version += 1
         self.sync(client, 53)
         self.trainers.all("leave")
@@ -199,7 +201,7 @@ class Run:
             "arguments": post(call="begin", arguments={"version": "7", "timeout_s": 1}, timeout_s=1),
             "body": post(call="status"),
             "timeout": post(call="status", arguments={}, timeout_s=-1),
-            "large": post(call="abort", arguments={"reason": "x" * (2 << 20)}, timeout_s=1),
+            "large": post(call="abort", arguments={"version": 7, "reason": "x" * (2 << 20)}, timeout_s=1),
             "begin": raised(lambda: self.client().begin(1, deadline=soon(4))),  # nothing is paused
         }
 

@@ -24,14 +24,19 @@ ENGINE = {
 
 
 class Trainers:
-    """The ranks of one trainer, called together."""
+    """The ranks of one trainer, called together.
 
-    def __init__(self, folder: Path, kind: models.Kind) -> None:
+    Args:
+        folder: where they meet.
+        kind: of model.
+        python: runs them. None of a process that has imported SGLang: whether they import it is one of the questions.
+    """
+
+    def __init__(self, folder: Path, kind: models.Kind, python: str = sys.executable) -> None:
         import ray
 
         self.kind = kind
-        # no forks of a process that has imported SGLang: whether they import it is one of the questions
-        actor = ray.remote(Trainer).options(num_cpus=0, runtime_env={"py_executable": sys.executable})
+        actor = ray.remote(Trainer).options(num_cpus=0, runtime_env={"py_executable": python})
         self.ranks = [actor.remote(rank, str(folder / "rendezvous"), kind) for rank in range(WORLD)]
 
     def all(self, method: str, *arguments: Any, timeout: float = 180) -> list[Any]:

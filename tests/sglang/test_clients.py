@@ -54,7 +54,8 @@ class Recorder:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        serve = {"poll_interval": 0.02}  # what a test's end waits for
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs=serve, daemon=True)
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.headers: dict[str, str] = {}

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 
 
-def http(fork: Warm | None, **settings: Any) -> dict[str, Any]:
+def http(fork: Warm | None, trainers: Warm | None = None, **settings: Any) -> dict[str, Any]:
+    if trainers:
+        settings["python"] = trainers.python
     return run(HERE / "http_program.py", json.dumps(settings), timeout_s=590, environment=SGLANG_ENVIRONMENT, fork=fork)
 
 
@@ -42,7 +44,7 @@ def assert_exact(found: dict[str, Any], ranks: int) -> None:
     assert all("the trainer ran into something" in error for error in found["torn"])
     assert "status 503" in found["torn_request"]  # nobody has resumed anything since the sync failed
     assert "this replica refuses to generate" in found["torn_request"]
-    assert found["torn_version"]
+    assert found["torn_version"] is None
     refused = found["refused"]
     assert "status 401" in refused["key"]
     assert "status 401" in refused["actors_key"]
@@ -54,8 +56,8 @@ def assert_exact(found: dict[str, Any], ranks: int) -> None:
     assert "acknowledged no pause" in refused["begin"]
 
 
-def test_stock_server_with_scheduler_actors(warm_sglang):
-    found = http(warm_sglang, ray=True, tp=1)
+def test_stock_server_with_scheduler_actors(warm_sglang, warm_vllm):
+    found = http(warm_sglang, trainers=warm_vllm, ray=True, tp=1)
     assert_exact(found, 1)
     assert [actor["state"] for actor in found["actors"]["actors"]] == ["ALIVE"]
     assert found["errors"]["found"] == "nothing"
@@ -65,8 +67,8 @@ def test_stock_server_with_scheduler_actors(warm_sglang):
     assert found["imported"][1] is False
 
 
-def test_stock_server_with_plain_processes(warm_sglang):
-    found = http(warm_sglang, ray=False, tp=2)
+def test_stock_server_with_plain_processes(warm_sglang, warm_vllm):
+    found = http(warm_sglang, trainers=warm_vllm, ray=False, tp=2)
     assert_exact(found, 2)
     assert found["actors"]["mode"] == "processes"
     assert len(found["actors"]["pids"]) == 2

@@ -33,7 +33,7 @@ def main(kind: str, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     model = worker.model_runner.get_model()
 
-    from rdt_vllm import VllmLanding
+    from rdt_vllm import VllmLanding, layers
 
     results: dict[str, Any] = {"kind": kind}
     checkpoints = {name: checkpoint(folder / name) for name in steps}
@@ -82,6 +82,7 @@ def main(kind: str, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     landing.begin()
     halfway = sorted({d.module for d in landing.destinations().values() if not d.in_place})[:2]
     landing.open(halfway, memory_for(landing, halfway))
+    results["errors"]["opened_twice"] = raised(lambda: layers.materialise(model.get_submodule(halfway[0]), {}))
     results["errors"]["forward_in_sync"] = raised(
         lambda: model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
     )
@@ -102,6 +103,12 @@ def main(kind: str, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     parameter.data = parameter.data.clone()
     results["moved_parameter"] = name
     results["errors"]["address"] = raised(landing.finish)
+
+    if kind == "glm4-moe":
+        first, second = (model.get_submodule(f"model.layers.{index}.mlp.experts.routed_experts") for index in (1, 2))
+        second.register_parameter("w2_weight", first.w2_weight)
+        offered = [m for m in metas if not (m.name.startswith("model.layers.2.mlp.experts.") and "down" in m.name)]
+        results["errors"]["half_tied"] = raised(lambda: landing.trace(offered))
     return results
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rdt_vllm
+from rdt_testbed.warm import Warm
 
 pytestmark = pytest.mark.integration
 
@@ -25,19 +26,25 @@ assert not engine.supports_draft_weight_update
 """
 
 
+def process(code: str, fork: Warm | None) -> subprocess.CompletedProcess[str]:
+    """In a process that has vLLM, but nothing of rdt's, imported."""
+    python = fork.python if fork else sys.executable
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=300)
+
+
 def test_vllm_finds_the_plugin_by_its_entry_point():
     points = {point.name: point for point in entry_points(group="vllm.general_plugins")}
     assert points["rdt"].load() is importlib.import_module("rdt_vllm.plugin").register
 
 
 @pytest.mark.parametrize("package", ["rdt_vllm", "vendored.weights"])
-def test_registering_twice_is_harmless_and_a_vendored_copy_registers_itself(package, tmp_path):
+def test_registering_twice_is_harmless_and_a_vendored_copy_registers_itself(package, tmp_path, warm_vllm):
     if package != "rdt_vllm":
         target = tmp_path / Path(*package.split("."))
         shutil.copytree(Path(rdt_vllm.__file__).parent, target)
         (tmp_path / "vendored" / "__init__.py").touch()
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + CHECK.format(package=package)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = process(code, warm_vllm)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -53,7 +60,7 @@ except Exception as error:
 """
 
 
-def test_expert_load_balancing_is_refused_with_the_way_out():
-    done = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, timeout=300)
+def test_expert_load_balancing_is_refused_with_the_way_out(warm_vllm):
+    done = process(ENGINE, warm_vllm)
     assert "EngineError" in done.stdout, done.stderr[-3000:]
     assert "--enable-eplb" in done.stdout

@@ -1,11 +1,14 @@
 """Whole syncs into stock vLLM: FSDP2 trainers, every executor, publish mode and link kind, and what happens on faults.
 
-Parameters are compared byte for byte with vLLM's own loader; what the engine computes, with transformers.
+Parameters are compared byte for byte with vLLM's own loader; what the engine computes, with transformers. Every run asks
+about calls out of order of one rank and of two below the Ray executor, and about deaths of two ranks below vLLM's own;
+RDT_THOROUGH=1 asks the others too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,8 @@ def assert_exact(found: dict[str, Any], groups: list[dict[str, Any]] | None = No
 def found(request: pytest.FixtureRequest, warm_vllm: Warm | None) -> dict[str, Any]:
     """One engine start for all that can be asked of one engine: every group of it, then calls out of order."""
     kind, engine, groups = LONG_RUNS[request.param]
-    found = sync(warm_vllm, kind=kind, engine=engine, groups=groups, in_flight=True, failures=True)
+    failures = request.param == "tp1" or bool(os.environ.get("RDT_THOROUGH"))
+    found = sync(warm_vllm, kind=kind, engine=engine, groups=groups, in_flight=True, failures=failures)
     return {**found, "groups": groups}
 
 
@@ -116,11 +120,12 @@ def test_a_request_in_flight_gets_every_token(found):
     assert len(flight["versions"]) == 2
 
 
+@pytest.mark.parametrize("found", ["tp1", pytest.param("tp2", marks=pytest.mark.thorough)], indirect=True)
 def test_calls_out_of_order_are_refused_and_forgotten(found):
     assert_recovered(found)
 
 
-@pytest.mark.parametrize("size", LONG_RUNS)
+@pytest.mark.parametrize("size", [pytest.param("tp1", marks=pytest.mark.thorough), "tp2"])
 def test_a_dead_trainer_and_a_dead_worker(size):
     kind, engine, _ = LONG_RUNS[size]
     # no forks: what a process's death does to its parent and children is the question

@@ -15,6 +15,7 @@ from .gates import Gate, member_name, member_names
 from .members import Members, Reader
 from .record import POLICIES, SyncRecord
 from .syncs import Syncs, describe, late
+from .wire import VERIFY
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +27,7 @@ class _Passage:
     readable: dict[int, int] = field(default_factory=dict)
     replicas: list[str] | None = None
     policy: str = "require_all"
+    verify: str = "off"
     record: SyncRecord | None = None
 
 
@@ -60,6 +62,7 @@ class Barrier:
         replicas: list[str] | None,
         readable: int,
         policy: str,
+        verify: str,
         timeout_s: float,
     ) -> SyncRecord:
         """Returns the sync once every source rank has begun it; see `Coordinator.begin`.
@@ -71,6 +74,7 @@ class Barrier:
             replicas: who takes part; rank 0's word counts. None: every replica that is connected.
             readable: first rounds of this rank that are readable already.
             policy: what becomes of the sync when a replica fails; rank 0's word counts.
+            verify: how much is compared by digests; the same on every rank.
             timeout_s: for all ranks to begin.
         """
         me = member_name(rank)
@@ -94,6 +98,12 @@ class Barrier:
                 self._reject(
                     me, theirs, f"it publishes version {version}, but {member_name(other)} publishes version {theirs}"
                 )
+        if verify not in VERIFY:
+            raise WireError(f"{me} begins with verify {verify!r}; known: {', '.join(VERIFY)}")
+        if here.versions and verify != here.verify:
+            first = member_name(next(iter(here.versions)))
+            self._reject(me, version, f"it publishes with verify {verify!r}, but {first} with verify {here.verify!r}")
+        here.verify = verify
         here.versions[rank] = version
         here.readable[rank] = readable
         if policy not in POLICIES:
@@ -168,7 +178,7 @@ class Barrier:
                         f"replica {name!r} again, then begin again on every source rank"
                     )
                 readers[reader.name] = reader
-        record = self._syncs.start(version, tuple(names), readers, here.policy, timeout_s)
+        record = self._syncs.start(version, tuple(names), readers, here.policy, here.verify, timeout_s)
         for rank, count in here.readable.items():
             if rank not in record.unanswered:  # else packing for a new reader may still be to do
                 for round in range(count):

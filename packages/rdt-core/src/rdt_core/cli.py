@@ -45,6 +45,10 @@ _BENCH_EPILOG = (
     "rdt bench --model qwen3-8b --trainer fsdp:ranks=2 --engine vllm:tp=2 --device cuda --gpus together --nccl-alive"
 )
 
+_SOAK_EPILOG = (
+    "[bold]Examples[/bold]\n\nrdt soak\n\nrdt soak --syncs 300 --kinds prepared --mode snapshot --rejoin-every 25"
+)
+
 
 @app.callback()
 def _root() -> None:
@@ -184,6 +188,49 @@ def bench(
             raise typer.Exit(2) from error
         except RdtError as error:
             typer.echo(f"rdt bench failed: {type(error).__name__}: {error}", err=True)
+            raise typer.Exit(1) from error
+    raise typer.Exit(status)
+
+
+@app.command(epilog=_SOAK_EPILOG)
+def soak(
+    syncs: Annotated[int, typer.Option(help="How many, one after the other.", min=1)] = 300,
+    rejoin_every: Annotated[
+        int, typer.Option(help="All source ranks leave and join again after so many syncs; 0: never.", min=0)
+    ] = 0,
+    reattach_every: Annotated[
+        int, typer.Option(help="The replica is detached and attached again after so many syncs; 0: never.", min=0)
+    ] = 0,
+    kinds: Annotated[str, typer.Option(metavar="LIST", help="Link kinds: mapped, prepared, ray, auto.")] = "auto",
+    mode: Annotated[str, typer.Option(metavar="MODE", help=f"Publish mode: {', '.join(MODES)}.")] = "auto",
+    ranks: Annotated[int, typer.Option(help="Source ranks.", min=1)] = 2,
+    workers: Annotated[int, typer.Option(help="Engine ranks of the one replica.", min=1)] = 1,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Deadline of every wait, in seconds.", min=1)] = 60.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and no progress.")] = False,
+) -> None:
+    """Sync a small model many times and tell whether anything grows.
+
+    After each sync every process says what it holds: memory, open files, threads, shared memory, NIXL registrations, Ray
+    references; and the sync's seconds. Every version is checked. Exit status 1 says that something grows over the second
+    half, by a robust slope.
+    """
+    from .bench import options as read
+    from .soak.options import SoakOptions
+    from .soak.show import soak_command
+
+    target = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), _terminable():
+        try:
+            options = SoakOptions(
+                syncs=syncs, rejoin_every=rejoin_every, reattach_every=reattach_every,
+                kinds=read.names(kinds, read.KINDS, "--kinds"), mode=mode, ranks=ranks, workers=workers, timeout_s=timeout_s,
+            )  # fmt: skip
+            status = soak_command(target, options, json)
+        except OptionError as error:
+            typer.echo(f"rdt soak: {error}", err=True)
+            raise typer.Exit(2) from error
+        except RdtError as error:
+            typer.echo(f"rdt soak failed: {type(error).__name__}: {error}", err=True)
             raise typer.Exit(1) from error
     raise typer.Exit(status)
 

@@ -1,7 +1,7 @@
 """2-D byte copies as columns of int64: from strided N-D copies to rows with pitches, merged, checked, sorted.
 
-Every function works on whole arrays of copies at once; nothing here loops over copies in Python. Nothing is refused:
-what may not be is found by `overlap`, and `planning` turns that into an error that names tensors.
+Every function works on whole arrays of copies at once; nothing here loops over copies in Python. Refused: copies that fall
+into more pieces than anybody would move. What may not be written is found by `overlap`, and named by `planning`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from .errors import CoverageError
+
 Array = np.ndarray
+
+#: Most 2-D copies that are made at once. The plan of a trillion parameters has some millions; one of more than this would
+#: take longer to execute than to move its bytes in any other way, and its table more memory than it is worth.
+MAX_PIECES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +160,9 @@ def to_rows(shape: Array, source: Array, destination: Array, item: Array) -> Row
         source: [N, D] strides in bytes.
         destination: [N, D] strides in bytes.
         item: [N] bytes of an element.
+
+    Raises:
+        CoverageError: more than `MAX_PIECES` copies.
     """
     found = _levels(shape, source, destination, item)
     number = len(item)
@@ -165,6 +174,15 @@ def to_rows(shape: Array, source: Array, destination: Array, item: Array) -> Row
     destination_pitch = np.where(single, found.width, found.destination[every, chosen])
     others = found.size.copy()
     others[every, chosen] = 1
+    # in floats first: a product beyond 2**63 wraps round
+    pieces = others.astype(np.float64).prod(axis=1)
+    if number and pieces.sum() > MAX_PIECES:
+        worst = int(pieces.argmax())
+        raise CoverageError(
+            f"{number} copies fall into {pieces.sum():.0f} pieces of rows, one of them (shape {shape[worst].tolist()}, strides "
+            f"{source[worst].tolist()} and {destination[worst].tolist()} bytes) into {pieces[worst]:.0f}; at most "
+            f"{MAX_PIECES} can be planned"
+        )
     repeats = others.prod(axis=1)
     parent = np.repeat(every, repeats)
     local = np.arange(len(parent)) - np.repeat(np.cumsum(repeats) - repeats, repeats)

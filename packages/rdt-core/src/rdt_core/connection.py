@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import wire
@@ -19,6 +20,7 @@ from .landing import Destination, Landing
 from .linking import Chunk, Program
 from .memory import Arena
 from .planning import Plan, Staged
+from .proofs import ReaderProof
 from .transport.base import PreparedTransfer, ReaderEndpoint
 from .transport.copying import CopyProgram
 
@@ -28,6 +30,7 @@ class Step:
     """One chunk with everything made that its execution needs.
 
     Attributes:
+        number: of the chunk in the program.
         chunk: of the program.
         transfers: source rank and transfer, to be posted together, in this order.
         scatter: copies packed pieces out of the receive buffer; None where nothing is packed.
@@ -36,6 +39,7 @@ class Step:
         ends_round: whether the next chunk belongs to another round.
     """
 
+    number: int
     chunk: Chunk
     transfers: list[tuple[int, PreparedTransfer]]
     scatter: CopyProgram | None
@@ -69,6 +73,19 @@ class Connection:
     endpoints: dict[int, ReaderEndpoint]
     tensors: list[torch.Tensor]
     steps: list[Step] | None = None
+    _proof: ReaderProof | None = None
+
+    def proof(self) -> ReaderProof:
+        """What digests the bytes that land; made at the first sync that is verified."""
+        if self._proof is None:
+            self._proof = ReaderProof(self.manifest.requests, self.program, self.sources, self.tensors)
+        return self._proof
+
+    def landed(self) -> dict[int, tuple[bytes, bytes]]:
+        """Digests of what lies in the engine's own memory now, by source rank; see `ReaderProof.landed`."""
+        keys = [*self.plan.destinations, ""]
+        in_place = np.array([key in self.destinations and self.destinations[key].in_place for key in keys], bool)
+        return self.proof().landed(in_place)
 
     @property
     def rounds(self) -> int:
@@ -105,7 +122,7 @@ class Connection:
             scatter = CopyProgram(chunk.scatter, {0: self.tensors[-1]}, self.tensors) if len(chunk.scatter) else None
             replays = [_replayer(self.plan.staged[index], self.tensors) for index in chunk.replays]
             last = number + 1 == len(chunks) or chunks[number + 1].round != chunk.round
-            steps.append(Step(chunk, transfers, scatter, replays, self._opened(chunk), last))
+            steps.append(Step(number, chunk, transfers, scatter, replays, self._opened(chunk), last))
         self.steps = steps
         return steps
 

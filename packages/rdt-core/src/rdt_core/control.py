@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import wire
+from .checks import Landed
 from .coordinator import Coordinator
 from .errors import CoordinatorLostError, DeadlineError, MembershipError, RdtError, SyncError
 
@@ -110,10 +111,12 @@ class Control(ABC):
         *,
         readable: int = 0,
         policy: str = "require_all",
+        verify: str = "off",
     ) -> tuple[int, list[wire.ReadRequest]]:
         """See `Coordinator.begin`."""
         names = None if replicas is None else list(replicas)
-        sync, requests = self._long("begin", rank, token, version, names, readable, policy, timeout_s=timeout_s)
+        args = (rank, token, version, names, readable, policy, timeout_s, verify)
+        sync, requests = self._call("begin", args, timeout_s + self.grace_s)
         return sync, [wire.decode(request, wire.ReadRequest) for request in requests]
 
     def offer(
@@ -132,22 +135,36 @@ class Control(ABC):
         """See `Coordinator.published`."""
         self._long("published", rank, sync, round, awaited, timeout_s=timeout_s)
 
-    def enter(self, reader: str, incarnation: str, version: int, timeout_s: float) -> int:
+    def digests(self, rank: int, sync: int, digests: Mapping[str, bytes], seconds: float) -> None:
+        """See `Coordinator.digests`."""
+        self._quick("digests", rank, sync, dict(digests), seconds)
+
+    def enter(self, reader: str, incarnation: str, version: int, timeout_s: float) -> tuple[int, str]:
         """See `Coordinator.enter`."""
-        return self._long("enter", reader, incarnation, version, timeout_s=timeout_s)
+        sync, verify = self._long("enter", reader, incarnation, version, timeout_s=timeout_s)
+        return sync, verify
 
     def await_round(self, reader: str, sync: int, round: int, timeout_s: float) -> None:
         """See `Coordinator.await_round`."""
         self._long("await_round", reader, sync, round, timeout_s=timeout_s)
 
-    def done(self, report: wire.ReaderReport, sync: int) -> Callable[[], None]:
+    def done(
+        self,
+        report: wire.ReaderReport,
+        sync: int,
+        digests: Mapping[int, bytes] | None = None,
+        timeout_s: float = 0.0,
+    ) -> Callable[[], dict[int, list[int]]]:
         """Hands in an engine rank's account; see `Coordinator.done`.
 
         Returns:
-            What waits until the account is taken, and raises if it is not. It must be called before the rank serves.
+            What waits until the account is taken, and raises if it is not. It must be called before the rank serves. Where it
+            returns anything, digests differ and the account is not taken.
         """
-        taken = self._post("done", (wire.encode(report), sync))
-        return lambda: taken(self.call_timeout_s)
+        mine = None if digests is None else dict(digests)
+        taken = self._post("done", (wire.encode(report), sync, mine, timeout_s))
+        limit_s = max(self.call_timeout_s, timeout_s + self.grace_s)
+        return lambda: taken(limit_s)
 
     def fail(
         self,
@@ -186,6 +203,46 @@ class Control(ABC):
         """See `Coordinator.settled`."""
         self._long("settled", timeout_s=timeout_s)
 
+    def check_begin(self, rank: int, token: str, timeout_s: float) -> int:
+        """See `Checks.begin`."""
+        return int(self._long("check_begin", rank, token, timeout_s=timeout_s))
+
+    def check_open(self, check: int, replicas: Sequence[str]) -> None:
+        """See `Checks.open`."""
+        self._quick("check_open", check, list(replicas))
+
+    def check_requests(self, rank: int, check: int, timeout_s: float) -> list[wire.ReadRequest]:
+        """See `Checks.requests`."""
+        found = self._long("check_requests", rank, check, timeout_s=timeout_s)
+        return [wire.decode(request, wire.ReadRequest) for request in found]
+
+    def check_source(self, rank: int, check: int, digests: Mapping[str, bytes]) -> None:
+        """See `Checks.source`."""
+        self._quick("check_source", rank, check, dict(digests))
+
+    def check_reader(self, reader: str, incarnation: str, check: int, digests: Mapping[int, Landed]) -> None:
+        """See `Checks.reader`."""
+        self._quick("check_reader", reader, incarnation, check, dict(digests))
+
+    def check_result(
+        self, check: int, timeout_s: float
+    ) -> tuple[dict[int, dict[str, bytes]], dict[str, dict[int, Landed]]]:
+        """See `Checks.result`."""
+        held, landed = self._call("check_result", (check, timeout_s), 2 * timeout_s + self.grace_s)
+        return held, landed
+
+    def check_end(self, check: int, report: wire.CheckReport) -> None:
+        """See `Checks.end`."""
+        self._quick("check_end", check, wire.encode(report))
+
+    def check_outcome(self, check: int, timeout_s: float) -> wire.CheckReport:
+        """See `Checks.outcome`."""
+        return wire.decode(self._long("check_outcome", check, timeout_s=timeout_s), wire.CheckReport)
+
+    def check_fail(self, check: int, member: str, problem: str) -> str:
+        """See `Checks.fail`."""
+        return str(self._quick("check_fail", check, member, problem))
+
     def current(self) -> tuple[int | None, int | None]:
         """See `Coordinator.current`."""
         version, sync = self._quick("current")
@@ -209,12 +266,13 @@ class LocalControl(Control):
         super().__init__(coordinator.group, call_timeout_s=call_timeout_s, grace_s=grace_s)
         self._coordinator = coordinator
         self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"rdt.{self.group}", daemon=True)
         self._thread.start()
 
     def _post(self, method: str, args: tuple[Any, ...]) -> Callable[[float], Any]:
         if self._loop.is_closed():
-            raise SyncError(f"the coordinator of group {self.group!r} is closed")
+            raise CoordinatorLostError(f"the coordinator of group {self.group!r} is closed")
         future = asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
 
         def wait(limit_s: float) -> Any:
@@ -224,7 +282,7 @@ class LocalControl(Control):
                 future.cancel()
                 raise _no_answer(self.group, method, limit_s) from None
             except concurrent.futures.CancelledError:
-                raise SyncError(
+                raise CoordinatorLostError(
                     f"the coordinator of group {self.group!r} was closed while {method} was waiting"
                 ) from None
 
@@ -232,12 +290,13 @@ class LocalControl(Control):
 
     def close(self) -> None:
         """Stops the event loop; calls that wait end with a SyncError. Idempotent."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result(self.call_timeout_s)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        with self._closing:
+            if self._loop.is_closed():
+                return
+            asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result(self.call_timeout_s)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     async def _cancel(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import wire
 from .barrier import Barrier
+from .checks import Checks, Landed
 from .errors import CoverageError, MembershipError, SyncError, WireError
 from .gates import member_name
 from .members import Members
@@ -34,6 +35,7 @@ class Coordinator:
         self._members = Members(group, world_size)
         self._syncs = Syncs(self._members, stall_timeout_s)
         self._barrier = Barrier(self._members, self._syncs)
+        self._checks = Checks(self._members)
         self._version: int | None = None
 
     # --- source ranks
@@ -158,6 +160,7 @@ class Coordinator:
         readable: int,
         policy: str,
         timeout_s: float,
+        verify: str = "off",
     ) -> tuple[int, list[bytes]]:
         """Starts a sync: returns once every source rank has begun the same version. Fails a sync that still runs.
 
@@ -171,6 +174,7 @@ class Coordinator:
             policy: "require_all": a replica that fails, fails the sync. "best_effort": it is dropped, and the sync goes on
                 for the others. Rank 0's word counts.
             timeout_s: for all ranks to begin.
+            verify: "off", "sample" or "full": how much is compared by digests before the commit; the same on every rank.
 
         Returns:
             The sync's id, and each `ReadRequest` to this rank that it has not answered with an offer yet.
@@ -178,12 +182,12 @@ class Coordinator:
         Raises:
             MembershipError: this rank did not join; or, on every rank, a replica is not connected or planned against
                 an older epoch: connect it (again), then begin again on every rank.
-            SyncError: versions that differ or go back, or another rank failed; the same on every rank.
+            SyncError: versions or `verify` that differ, versions that go back, or another rank failed; the same on every rank.
             DeadlineError: names the ranks that have not begun; the other ranks get a SyncError with the same message.
             WireError: more readable rounds than this rank declared.
         """
         self._members.check_token(rank, token)
-        record = await self._barrier.begin(rank, version, self._version, replicas, readable, policy, timeout_s)
+        record = await self._barrier.begin(rank, version, self._version, replicas, readable, policy, verify, timeout_s)
         return record.id, [wire.encode(request) for request in record.unanswered.get(rank, ())]
 
     async def offer(self, rank: int, sync: int, offers: list[bytes], refs: list[list[Any]]) -> None:
@@ -252,8 +256,22 @@ class Coordinator:
             what = f"round {awaited} of sync {sync} to be read"
             await self._syncs.wait(record.read(awaited), timeout_s, what, record, rank, "await_read")
 
-    async def enter(self, reader: str, incarnation: str, version: int, timeout_s: float) -> int:
-        """An engine rank starts to pull: returns the id of the running sync once its first round is published.
+    async def digests(self, rank: int, sync: int, digests: dict[str, bytes], seconds: float) -> None:
+        """Takes a source rank's digests of all that was to be verified in this sync.
+
+        Args:
+            rank: source rank.
+            sync: id of the running sync.
+            digests: by reader, in the order of its request: uint64, little-endian.
+            seconds: that the rank spent on them.
+
+        Raises:
+            SyncError: the sync failed or is over.
+        """
+        self._syncs.find(sync).prove(rank, digests, seconds)
+
+    async def enter(self, reader: str, incarnation: str, version: int, timeout_s: float) -> tuple[int, str]:
+        """An engine rank starts to pull: returns once the first round is published.
 
         From here on the reader may have received bytes.
 
@@ -262,6 +280,9 @@ class Coordinator:
             incarnation: that it connected as.
             version: that it was asked for.
             timeout_s: for every source rank to publish.
+
+        Returns:
+            The id of the running sync, and how much of it is verified.
 
         Raises:
             SyncError: no sync runs, or one of another version, the reader takes no part, or the sync failed.
@@ -279,7 +300,7 @@ class Coordinator:
             raise SyncError(f"{member_name(reader)} pulls as incarnation {incarnation!r}, which is gone")
         record.entered.add(reader)
         await self.await_round(reader, record.id, 0, timeout_s)
-        return record.id
+        return record.id, record.verify
 
     async def await_round(self, reader: str, sync: int, round: int, timeout_s: float) -> None:
         """Returns when every source rank has published the round. The reader has all its bytes of the rounds before.
@@ -295,23 +316,46 @@ class Coordinator:
         what = f"round {round} of sync {sync} to be published"
         await self._syncs.wait(gate, timeout_s, what, record, reader, "await_round")
 
-    async def done(self, report: bytes, sync: int) -> None:
+    async def done(
+        self, report: bytes, sync: int, digests: dict[int, bytes] | None = None, timeout_s: float = 0.0
+    ) -> dict[int, list[int]]:
         """Takes an engine rank's account of the sync: every byte has landed, and every round is read.
 
         Args:
             report: `ReaderReport`.
             sync: the sync's id.
+            digests: where the sync is verified: by source rank, in the order of the request: uint64, little-endian.
+            timeout_s: for the digests of the source ranks.
+
+        Returns:
+            Empty if the account is taken. Else it is not: the positions of digests that differ, by source rank. The reader
+            knows what they stand for, and fails the sync.
 
         Raises:
+            DeadlineError: names the source ranks that have not digested; fails the sync.
             SyncError: bytes, digest or version are not what the reader's manifest and the sync say (this fails the
                 sync), or the sync is over.
         """
         message = wire.decode(report, wire.ReaderReport)
         record = self._syncs.find(sync)
+        replica = record.taking_part(message.reader).manifest.replica
+        name = member_name(message.reader)
+        if record.verify != "off" and message.reader not in record.reports:
+            # before the wait: source ranks digest their last rounds while these are read
+            record.received(message.reader)
+            what = f"the digests of version {record.version}"
+            await self._syncs.wait(record.digested, timeout_s, what, record, message.reader, "verify")
+            record.taking_part(message.reader)
+            try:
+                differing = record.compare(message.reader, digests or {})
+            except WireError as error:
+                raise SyncError(self._syncs.lose(record, replica, name, "verify", str(error))) from None
+            if differing:
+                return differing
         problem = record.account(message)
         if problem:
-            replica = record.readers[message.reader].manifest.replica
-            raise SyncError(self._syncs.lose(record, replica, member_name(message.reader), "accounting", problem))
+            raise SyncError(self._syncs.lose(record, replica, name, "accounting", problem))
+        return {}
 
     async def fail(
         self,
@@ -388,13 +432,14 @@ class Coordinator:
             group=self.group,
             version=record.version,
             seconds=seconds,
-            phases=phases,
+            phases=phases if record.verify == "off" else {**phases, "verify": record.proof_s},
             bytes=sum(one.bytes for one in reports),
             mode=source.status.mode,
             mode_reason=source.mode_reason,
             readers=reports,
             replicas=replicas,
             failed={**(failed or {}), **record.dropped},
+            verify=record.verify,
         )
         self._version = record.version
         for name in replicas:
@@ -435,6 +480,47 @@ class Coordinator:
         if latest is not None and latest.report:
             what = f"every source rank to learn the outcome of version {latest.version}"
             await self._syncs.wait(latest.told, timeout_s, what)
+
+    # --- a comparison without a sync; see `Checks` for what each does
+
+    async def check_begin(self, rank: int, token: str, timeout_s: float) -> int:
+        """See `Checks.begin`. Raises MembershipError unless the rank joined with this token."""
+        self._members.check_token(rank, token)
+        return await self._checks.begin(rank, timeout_s)
+
+    async def check_open(self, check: int, replicas: list[str]) -> None:
+        """See `Checks.open`."""
+        self._checks.open(check, replicas)
+
+    async def check_requests(self, rank: int, check: int, timeout_s: float) -> list[bytes]:
+        """See `Checks.requests`."""
+        return await self._checks.requests(rank, check, timeout_s)
+
+    async def check_source(self, rank: int, check: int, digests: dict[str, bytes]) -> None:
+        """See `Checks.source`."""
+        self._checks.source(rank, check, digests)
+
+    async def check_reader(self, reader: str, incarnation: str, check: int, digests: dict[int, Landed]) -> None:
+        """See `Checks.reader`."""
+        self._checks.reader(reader, incarnation, check, digests)
+
+    async def check_result(
+        self, check: int, timeout_s: float
+    ) -> tuple[dict[int, dict[str, bytes]], dict[str, dict[int, Landed]]]:
+        """See `Checks.result`."""
+        return await self._checks.result(check, timeout_s)
+
+    async def check_end(self, check: int, report: bytes) -> None:
+        """See `Checks.end`."""
+        self._checks.end(check, report)
+
+    async def check_outcome(self, check: int, timeout_s: float) -> bytes:
+        """See `Checks.outcome`."""
+        return await self._checks.outcome(check, timeout_s)
+
+    async def check_fail(self, check: int, member: str, problem: str) -> str:
+        """See `Checks.fail`."""
+        return self._checks.fail(check, member, problem)
 
     # --- what everybody may ask
 

@@ -64,6 +64,39 @@ class Driver:
         """Connects replicas again, side by side. Returns what failed, by name."""
         return _each({name: partial(self.connect, control, self.clients[name], timeout_s) for name in names})
 
+    def connect_stale(self, control: Control, timeout_s: float) -> None:
+        """Connects those replicas again that are not connected, or planned against source ranks as they are no more.
+
+        Raises:
+            RdtError: one could not be connected.
+        """
+        status = control.status()
+        fresh = {
+            one.name
+            for one in status.replicas
+            if len(one.readers) == one.world_size and all(reader.epoch == status.epoch for reader in one.readers)
+        }
+        for error in self.connect_all(
+            control, [name for name in self.clients if name not in fresh], timeout_s
+        ).values():
+            raise error
+
+    def check(self, check: int, timeout_s: float) -> None:
+        """Every replica hands in digests of what it holds, side by side. They are not paused: nothing is written.
+
+        Raises:
+            RdtError: of a replica that could not.
+        """
+        deadline = time.monotonic() + timeout_s
+        failures = _each(
+            {
+                name: partial(client.connect, ConnectInfo(replica=name, check=check, **self._info), deadline=deadline)
+                for name, client in self.clients.items()
+            }
+        )
+        for error in failures.values():
+            raise error
+
 
 class Round:
     """One sync of some replicas.

@@ -61,5 +61,9 @@ class TornReplicaError(SyncError):
     """A replica holds bytes of two versions and refuses to generate until a complete sync or a reload."""
 
 
+class VerifyError(SyncError):
+    """Bytes that landed are not those that their owner holds; names tensor, rows, source rank and engine rank."""
+
+
 class EngineError(RdtError):
     """An inference engine refused or failed a control call."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from .errors import GeometryError
 from .strided import OPS, Chain, Op, Shape, Strided, check_op, index_items, ints, is_slice, op_shape, row_major, step
+from .wire import MAX_BYTES
 
 __all__ = [
     "OPS",
@@ -251,7 +252,7 @@ def replay(tensor: Any, chain: Chain) -> Any:
             # the recorded tensor may have been contiguous where this one is not, so a plain `view` could fail
             tensor = tensor.reshape(shape)
         elif name == "__getitem__":
-            tensor = tensor[tuple(slice(*item[1:]) if is_slice(item) else item for item in index_items(args))]
+            tensor = tensor[tuple(_slice(item) if is_slice(item) else item for item in index_items(args))]
         elif name == "permute":
             tensor = tensor.permute(ints(name, args))
         elif name == "to":
@@ -259,6 +260,11 @@ def replay(tensor: Any, chain: Chain) -> Any:
         else:
             tensor = getattr(tensor, name)(*args)
     return tensor
+
+
+def _slice(item: tuple[Any, ...]) -> slice:
+    # no axis is as long as this; torch truncates longer numbers with a warning
+    return slice(*(None if value is None else max(min(value, MAX_BYTES), -MAX_BYTES) for value in item[1:]))
 
 
 def _dtype(name: str) -> Any:

@@ -14,7 +14,9 @@ def layer_of(name: str) -> tuple[str, int] | None:
     parts = name.split(".")
     for position, part in enumerate(parts):
         # isdecimal alone would let in digits of other scripts
-        if part.isascii() and part.isdecimal():
+        if (
+            part.isascii() and part.isdecimal() and len(part) < 10
+        ):  # a longer number is no index, and int() may refuse it
             return ".".join(parts[:position]), int(part)
     return None
 

@@ -104,11 +104,13 @@ def _candidates(route: Route, tensor: Array, low: Array, high: Array) -> tuple[A
     starts = route.offset[every, axis]
     stops = starts + route.shape[every, axis]
     # tensors on one line, each on a stretch of its own that no offset or end leaves
-    stretch = int(stops.max()) + 1 if len(stops) else 1
-    line = route.tensor * stretch
+    length = np.ones(len(route.axis), np.int64)
+    np.maximum.at(length, route.tensor, stops + 1)
+    begin = np.cumsum(length) - length
+    line = begin[route.tensor]
     reach = np.maximum.accumulate(line + stops)
     along = route.axis[tensor]
     mine = np.arange(len(tensor))
-    first = np.searchsorted(reach, tensor * stretch + low[mine, along], side="right")
-    last = np.searchsorted(line + starts, tensor * stretch + high[mine, along], side="left")
+    first = np.searchsorted(reach, begin[tensor] + low[mine, along], side="right")
+    last = np.searchsorted(line + starts, begin[tensor] + high[mine, along], side="left")
     return first, last

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .errors import SourceError, TransportError
 from .linking import PACK_REGION, request_digest
 from .memory import Allocations, Arena, fingerprint, settle
 from .modes import MODES, choose_mode
+from .proofs import OwnerProof
 from .sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource
 from .transport import LocalExchange, make_source_endpoint, tables
 from .transport.base import Region, SourceEndpoint
@@ -97,10 +99,14 @@ class Publisher:
         self._regions: dict[int, Region] = {}
         self._metas: dict[int, wire.RegionMeta] = {}
         self._served: dict[str, _Served] = {}
+        self._proof: tuple[dict[str, wire.ReadRequest], OwnerProof] | None = None
         self.mode, self.mode_reason = choose_mode(mode, source, shards, self._declaration.dtype, self.device, rank)
         self._endpoints = [make_source_endpoint(kind, exchange=exchange) for kind in kinds]
         self._contents = self._make_contents(shards, bucket_bytes, lookahead)
         self.rounds, self.slots = self._contents.rounds, self._contents.slots
+        self._held = sum(
+            prod(shard.shape) * wire.DTYPE_BYTES[tensors[shard.tensor].dtype] for shard in self._contents.shards
+        )
         self._boxes = _boxes(shards)
         self._allocations = Allocations(shard.tensor for shard in shards)
         self._fingerprint = self._marks()
@@ -187,6 +193,7 @@ class Publisher:
         """
         offers, refs = [], []
         for request in requests:
+            tables.check_request(request, self._held, self.rounds)
             old = self._served.pop(request.reader, None)
             arena = Arena(request.pack_bytes, self.device) if request.pack_bytes else None
             metas: tuple[wire.RegionMeta, ...] = ()
@@ -293,9 +300,35 @@ class Publisher:
                 program.run()
         settle(self.device)
 
+    def proof(self) -> OwnerProof:
+        """What digests the bytes that readers are to read; made again after readers came, went or connected again."""
+        requests = {reader: served.request for reader, served in self._served.items()}
+        if self._proof is None or self._proof[0] != requests:
+            self._proof = requests, self._prove(list(requests.values()))
+        return self._proof[1]
+
+    def present(self, requests: Sequence[wire.ReadRequest]) -> dict[str, bytes]:
+        """Digests of this rank's weights as they are now, by reader, without a sync.
+
+        Args:
+            requests: say what each reader would read.
+        """
+        for request in requests:
+            tables.check_request(request, self._held, self.rounds)
+        proof = self._prove(requests)
+        proof.start("full", 0)
+        for number in self.rounds_written():
+            proof.take(number)
+        return proof.digests()
+
+    def _prove(self, requests: Sequence[wire.ReadRequest]) -> OwnerProof:
+        regions = {number: region.tensor for number, region in self._regions.items()}
+        return OwnerProof(self.manifest, regions, requests)
+
     def close(self) -> None:
         """Releases what links hold. Idempotent."""
         self._served.clear()
+        self._proof = None
         for endpoint in self._endpoints:
             endpoint.close()
 

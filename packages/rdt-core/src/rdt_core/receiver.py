@@ -19,15 +19,17 @@ import torch
 from . import versions, wire
 from .connection import Connection, Step, memory_of
 from .control import Control
-from .errors import RdtError, SyncError, TransportError
+from .errors import RdtError, SyncError, TransportError, VerifyError
 from .landing import Landing
 from .linking import make_program, request_digest
 from .memory import settle
 from .planning import make_plan
+from .proofs import ReaderProof
 from .routing import Routing
 from .transport import LocalExchange, available, make_reader_endpoint, pack_threshold
 from .transport.base import ReaderEndpoint
 from .transport.nodes import node
+from .verifying import check_mode
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class Receiver:
         self.torn: str | None = None
         self._connection: Connection | None = None
         self._pulled: wire.ReaderReport | None = None
-        self._taken: Callable[[], None] | None = None  # waits until the coordinator took the account
+        # waits until the coordinator took the account
+        self._taken: Callable[[], dict[int, list[int]]] | None = None
         self._sync: int | None = None
         self._landed: int | None = None  # version whose bytes are in the model, in part or whole, and not committed
 
@@ -204,13 +207,22 @@ class Receiver:
         self._sync, self._pulled, self._taken = None, None, None
         phases = dict.fromkeys(("wait", "transfer", "land"), 0.0)
         began = time.perf_counter()
-        sync = self.control.enter(self.name, connection.manifest.incarnation, version, timeout_s)
+        sync, verify = self.control.enter(self.name, connection.manifest.incarnation, version, timeout_s)
         phases["wait"] = time.perf_counter() - began
         self._sync = sync
         try:
-            report = self._pull(connection, version, sync, timeout_s, phases)
+            proof = None
+            if verify != "off":
+                began = time.perf_counter()
+                proof = connection.proof()
+                proof.start(check_mode(verify), version)
+                phases["prepare"] = time.perf_counter() - began
+            report = self._pull(connection, version, sync, timeout_s, phases, proof)
             # nobody waits for the answer here: it arrives while the engine's driver goes on to `finish`
-            self._taken = self.control.done(report, sync)
+            digests = proof.digests() if proof is not None else None
+            if proof is not None:
+                phases["verify"] = proof.seconds
+            self._taken = self.control.done(report, sync, digests, timeout_s)
         except Exception as error:
             self.abort(version, f"version {version} failed half-way: {str(error) or repr(error)}")
             self._report_failure(sync, "pull", error)
@@ -219,7 +231,13 @@ class Receiver:
         return report
 
     def _pull(
-        self, connection: Connection, version: int, sync: int, timeout_s: float, phases: dict[str, float]
+        self,
+        connection: Connection,
+        version: int,
+        sync: int,
+        timeout_s: float,
+        phases: dict[str, float],
+        proof: ReaderProof | None,
     ) -> wire.ReaderReport:
         began = time.perf_counter()
         moved = 0
@@ -229,7 +247,7 @@ class Receiver:
         steps = connection.steps
         if steps is None:
             steps = connection.prepare(*self.control.offers(self.name, connection.manifest.incarnation, timeout_s))
-            phases["prepare"] = time.perf_counter() - began
+            phases["prepare"] = phases.get("prepare", 0.0) + time.perf_counter() - began
 
         settle(self.device)  # no kernel that was queued before the pause may still read what is written now
         self._landed, self.version = version, None
@@ -251,6 +269,8 @@ class Receiver:
             phases["transfer"] += waited - started
             if step.scatter is not None:
                 step.scatter.run()
+            if proof is not None:
+                proof.take(step.number)  # while everything lies where it landed: a module that closes uses it up
             for run in step.replays:
                 run()
             for module in step.chunk.closes:
@@ -315,12 +335,14 @@ class Receiver:
             self.abort(version, f"finish of version {version} without a complete pull of it")
             raise SyncError(f"{self.name} cannot finish version {version}: it was not pulled completely")
         try:
-            taken()  # before the landing serves again
+            differing = taken()  # before the landing serves again
+            if differing and self._connection is not None:
+                raise VerifyError(self._connection.proof().describe(differing))
             self.landing.finish()
             settle(self.device)
         except Exception as error:
             self.abort(version, f"version {version} failed in its last step: {error}")
-            self._report_failure(sync, "finish", error)
+            self._report_failure(sync, "verify" if isinstance(error, VerifyError) else "finish", error)
             raise
         self._pulled = self._sync = self._taken = None
         self.torn = None
@@ -354,6 +376,23 @@ class Receiver:
             self.version = None
             self.landing.abort(reason)
 
+    def check(self, check: int) -> None:
+        """Hands in digests of what the model holds now, for a comparison without a sync. Nothing is written.
+
+        Args:
+            check: id of the check that runs.
+
+        Raises:
+            SyncError: not connected, bytes of a sync are being received, or the check is over.
+        """
+        connection = self._connection
+        if connection is None:
+            raise SyncError(f"{self.name} is asked for a check before it was connected to group {self.group}")
+        if self._pulled is not None:
+            raise SyncError(f"{self.name} is in the middle of a sync ({self.torn}); check it afterwards")
+        settle(self.device)
+        self.control.check_reader(self.name, connection.manifest.incarnation, check, connection.landed())
+
     def close(self) -> None:
         """Leaves the group and releases every link. Idempotent; errors of a group that is gone are not raised."""
         if self._connection is not None:
@@ -370,6 +409,6 @@ class Receiver:
 
     def _report_failure(self, sync: int, phase: str, error: BaseException) -> None:
         try:
-            self.control.fail(sync, self.name, phase, str(error) or repr(error))
+            self.control.fail(sync, self.name, phase, str(error) or repr(error), None, self.replica)
         except RdtError as failure:
             log.warning("%s could not tell the coordinator of its failure in %s: %s", self.name, phase, failure)

@@ -31,12 +31,16 @@ class SyncRecord:
         replicas: names of the replicas that take part.
         readers: their engine ranks by name, as they were connected at the start.
         policy: of `POLICIES`: what becomes of the sync when a replica fails.
+        verify: of `wire.VERIFY`: how much of the bytes is compared by digests.
         idle_s: seconds without a call or a waiter after which everybody has forgotten it.
         unanswered: by source rank, the read requests that it has not offered to when the sync starts.
         accounted: opens when every engine rank has accounted for its bytes.
+        digested: opens when every source rank has handed in its digests.
         ended: opens at the commit.
         told: opens when every source rank has its outcome.
         reports: accounts of engine ranks.
+        proofs: digests of what each source rank holds, by source rank and reader.
+        proof_s: seconds that the slowest source rank spent on them.
         pulling: replicas that may have received bytes.
         dropped: replicas that failed while the sync goes on for the others, and why.
         failure: the first failure, empty if there was none.
@@ -53,11 +57,15 @@ class SyncRecord:
     readers: Mapping[str, Reader]
     idle_s: float
     policy: str = "require_all"
+    verify: str = "off"
     unanswered: dict[int, list[wire.ReadRequest]] = field(init=False, default_factory=dict)
     accounted: Gate = field(init=False)
+    digested: Gate = field(init=False)
     told: Gate = field(init=False)
     ended: Gate = field(init=False, default_factory=lambda: Gate((0,)))
     reports: dict[str, wire.ReaderReport] = field(init=False, default_factory=dict)
+    proofs: dict[int, dict[str, bytes]] = field(init=False, default_factory=dict)
+    proof_s: float = field(init=False, default=0.0)
     pulling: set[str] = field(init=False, default_factory=set)
     dropped: dict[str, str] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
@@ -72,6 +80,7 @@ class SyncRecord:
     def __post_init__(self) -> None:
         self.accounted = Gate(self.readers)
         self.told = Gate(sorted(self.rounds))
+        self.digested = Gate(sorted(self.rounds))
         for reader in self.readers.values():
             for rank in reader.offered.missing:
                 if isinstance(rank, int):
@@ -148,6 +157,39 @@ class SyncRecord:
             raise WireError(f"{where} declares {offer.refs} references, {refs} came with it")
         return reader
 
+    def prove(self, rank: int, digests: dict[str, bytes], seconds: float) -> None:
+        """Takes the digests of what a source rank holds, by reader. Raises WireError for a rank that is no member."""
+        if rank not in self.rounds:
+            raise WireError(f"source rank {rank} hands in digests; the group has ranks {sorted(self.rounds)}")
+        self.proofs[rank] = digests
+        self.proof_s = max(self.proof_s, seconds)
+        self.digested.arrive(rank)
+
+    def compare(self, reader: str, digests: dict[int, bytes]) -> dict[int, list[int]]:
+        """Compares an engine rank's digests with those of its source ranks, which have come.
+
+        Returns:
+            Positions of the digests that differ, by source rank, where any does.
+
+        Raises:
+            WireError: the two ends did not digest the same number of blocks.
+        """
+        differing = {}
+        for rank in sorted(self.readers[reader].asked):
+            theirs, mine = self.proofs[rank].get(reader, b""), digests.get(rank, b"")
+            if len(theirs) != len(mine) or len(mine) % 8:
+                raise WireError(
+                    f"{member_name(reader)} digested {len(mine) / 8:g} blocks that it received of source rank {rank}, which "
+                    f"digested {len(theirs) / 8:g}; both ends must run the same rdt version"
+                )
+            if theirs != mine:
+                differing[rank] = [at // 8 for at in range(0, len(mine), 8) if mine[at : at + 8] != theirs[at : at + 8]]
+        return differing
+
+    def received(self, reader: str) -> None:
+        """An engine rank has all its bytes: the buckets of the last rounds are free."""
+        self.acknowledge(reader, max(self.rounds.values()))
+
     def account(self, report: wire.ReaderReport) -> str:
         """Takes an engine rank's account; it has read every round then.
 
@@ -191,7 +233,7 @@ class SyncRecord:
         return [name for name, reader in self.readers.items() if reader.manifest.replica == replica]
 
     def _has_all(self, reader: str) -> None:
-        self.acknowledge(reader, max(self.rounds.values()))
+        self.received(reader)
         self.accounted.arrive(reader)
 
     # --- the outcome
@@ -223,6 +265,8 @@ class SyncRecord:
             if offers.missing and offers.waiting:
                 return member_names(offers.missing), "offer"
         late = [str(reader) for reader in self.accounted.missing]
+        if self.digested.waiting and self.digested.missing:
+            return member_names(self.digested.missing), "verify"
         if not late:
             return "the driver, source rank 0", "finish or commit"
         away = [name for name in late if name not in self._acknowledged and name not in self.entered]
@@ -230,7 +274,7 @@ class SyncRecord:
 
     def _gates(self) -> list[Gate]:
         offers = [reader.offered for reader in self.readers.values()]
-        return [*self._published.values(), *self._read.values(), *offers, self.accounted, self.ended]
+        return [*self._published.values(), *self._read.values(), *offers, self.digested, self.accounted, self.ended]
 
     def _check_round(self, round: int) -> None:
         rounds = max(self.rounds.values())

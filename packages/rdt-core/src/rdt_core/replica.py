@@ -56,6 +56,9 @@ class ModuleWorker:
 
     def connect(self, info: ConnectInfo) -> None:
         """Connects to the group, or plans again after another epoch, or with another coordinator if the known one died."""
+        if info.check:
+            self._connected().check(info.check)
+            return
         if self.receiver is not None:
             try:
                 self.receiver.connect()

@@ -66,10 +66,11 @@ def slow_links(report: SyncReport, floors: Mapping[str, float], least_bytes: int
 def log_line(report: SyncReport) -> str:
     """Returns the sync in one line: version, seconds, bytes, rate, mode and the slowest link."""
     link = slowest(report)
+    verified = "" if report.verify == "off" else f", verified ({report.verify})"
     tail = "no link" if link is None else f"slowest link {_name(link)} {_gbps(link)} GB/s in {link.seconds:.3f} s"
     return (
         f"version {report.version} of {report.group!r}: {report.bytes / 1e9:.3f} GB to {len(report.readers)} engine "
-        f"ranks in {report.seconds:.3f} s ({rate(report.bytes, report.seconds):.2f} GB/s), mode {report.mode}, {tail}"
+        f"ranks in {report.seconds:.3f} s ({rate(report.bytes, report.seconds):.2f} GB/s), mode {report.mode}{verified}, {tail}"
     )
 
 

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import prod
 
 import numpy as np
 
 from .declared import merge
 from .errors import CoverageError
 from .geometry import Box, subtract
-from .wire import DTYPE_BYTES, NodeMeta, SourceManifest, TensorMeta
+from .wire import DTYPE_BYTES, MAX_BYTES, NodeMeta, SourceManifest, TensorMeta
 
 Array = np.ndarray
+
+#: axes that the boxes of one tensor may be split along to be checked at once; the work doubles with each
+MAX_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,11 @@ class Routing:
         ordered = _agree(manifests)
         self.tensors: tuple[TensorMeta, ...] = merge(ordered)
         self.world_size = len(ordered)
+        total = sum(prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in self.tensors)
+        if total > MAX_BYTES:
+            raise CoverageError(
+                f"{len(self.tensors)} checkpoint tensors have {total} bytes; at most {MAX_BYTES} can be planned"
+            )
         self.rounds = max(manifest.rounds for manifest in ordered)
         self._nodes = [manifest.node for manifest in ordered]
         self._collect(ordered)
@@ -236,9 +246,12 @@ def _agree(manifests: Sequence[SourceManifest]) -> list[SourceManifest]:
                     f"source ranks {first.rank} and {manifest.rank} disagree about {field}: "
                     f"{getattr(first, field)!r} and {getattr(manifest, field)!r}"
                 )
-    missing = sorted(set(range(first.world_size)) - set(present))
-    if missing:
-        raise CoverageError(f"source rank {_ranks(missing)} of {first.world_size} has not declared its shards")
+    if len(present) != first.world_size:
+        here = set(present)
+        shown = _ranks(list(islice((rank for rank in range(first.world_size) if rank not in here), 8)))
+        more = first.world_size - len(present) - 8
+        shown += f" and {more} more" if more > 0 else ""
+        raise CoverageError(f"source rank {shown} of {first.world_size} has not declared its shards")
     return ordered
 
 
@@ -283,7 +296,10 @@ def _tiled(tensor: Array, offset: Array, shape: Array, full: Sequence[tuple[int,
     np.logical_or.at(partial, tensor, (offset != 0) | (shape != sizes[tensor]))
     exact = np.ones(count, bool)
     splits = partial.sum(axis=1)
-    for number in np.unique(splits[owner]).tolist():
+    for index in np.flatnonzero(splits > MAX_SPLITS).tolist():
+        exact[index] = _tiled_slowly(offset[tensor == index], shape[tensor == index], full[index])
+        splits[index] = -1
+    for number in np.unique(splits[owner][splits[owner] >= 0]).tolist():
         rows = np.flatnonzero(splits[owner] == number)
         axes = np.argsort(~partial[owner[rows]], axis=1, kind="stable")[:, :number]
         lows = np.take_along_axis(low[rows], axes, axis=1)
@@ -300,6 +316,15 @@ def _tiled(tensor: Array, offset: Array, shape: Array, full: Sequence[tuple[int,
         totals = np.add.reduceat(weights, np.flatnonzero(fresh))
         exact[keys[fresh][totals != 0, 0]] = False
     return exact
+
+
+def _tiled_slowly(offset: Array, shape: Array, full: tuple[int, ...]) -> bool:
+    rank = len(full)
+    boxes = [
+        Box(tuple(low), tuple(size))
+        for low, size in zip(offset[:, :rank].tolist(), shape[:, :rank].tolist(), strict=True)
+    ]
+    return sum(box.numel for box in boxes) == prod(full) and _overlap(boxes) is None
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:

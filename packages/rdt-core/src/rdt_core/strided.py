@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from .errors import GeometryError
+from .wire import DTYPE_BYTES, MAX_AXES, MAX_BYTES
 
 #: One view op: its name and the positional arguments after the tensor. A slice inside the arguments is written
 #: `("slice", start, stop, step)`; ints, None and Ellipsis stand for themselves.
@@ -47,7 +48,9 @@ class Strided:
         return Strided(self.offset, tuple(self.shape[d] for d in dims), tuple(self.strides[d] for d in dims))
 
     def unsqueezed(self, dim: int) -> Strided:
-        """With one more axis of size 1 before axis `dim`."""
+        """With one more axis of size 1 before axis `dim`. Raises GeometryError beyond what torch can have."""
+        if len(self.shape) >= MAX_AXES:
+            raise GeometryError(f"a tensor of {len(self.shape)} axes gets no more")
         shape = (*self.shape[:dim], 1, *self.shape[dim:])
         return Strided(self.offset, shape, (*self.strides[:dim], 0, *self.strides[dim:]))
 
@@ -101,6 +104,8 @@ def ints(name: str, args: tuple[Any, ...]) -> tuple[int, ...]:
         args = tuple(args[0])
     if not all(map(_is_int, args)):
         raise GeometryError(f"{name} takes ints, found {args}")
+    if len(args) > MAX_AXES:
+        raise GeometryError(f"{name} takes at most {MAX_AXES} ints, found {len(args)}")
     return args
 
 
@@ -147,7 +152,7 @@ def _index(name: str, index: int, dim: int, size: int) -> int:
 def _new_shape(name: str, shape: Shape, args: tuple[Any, ...]) -> Shape:
     wanted = ints(name, args)
     numel, known = prod(shape), prod(size for size in wanted if size != -1)
-    if any(size < -1 for size in wanted) or wanted.count(-1) > 1:
+    if any(size < -1 for size in wanted) or wanted.count(-1) > 1 or prod(abs(size) or 1 for size in wanted) > MAX_BYTES:
         raise GeometryError(f"{name}: {wanted} is not a shape")
     if -1 in wanted:
         if known == 0 or numel % known:
@@ -183,7 +188,9 @@ def _unsqueeze(state: Strided, args: tuple[Any, ...]) -> Strided:
 
 def _squeeze(state: Strided, args: tuple[Any, ...]) -> Strided:
     rank = len(state.shape)
-    dims = [_dim_or_scalar("squeeze", dim, rank) for dim in ints("squeeze", args)] if args else range(rank)
+    dims = [_dim_or_scalar("squeeze", dim, rank) for dim in ints("squeeze", args)] if args else [*range(rank)]
+    if len(set(dims)) < len(dims):
+        raise GeometryError(f"squeeze: {args} names an axis twice")
     return state.without([dim for dim in dims if dim < rank and state.shape[dim] == 1])
 
 
@@ -220,6 +227,8 @@ def _contiguous(state: Strided, args: tuple[Any, ...]) -> Strided:
 def _to(state: Strided, args: tuple[Any, ...]) -> None:
     if len(args) != 1 or not isinstance(args[0], str):
         raise GeometryError(f"to takes the name of a dtype, found {args}")
+    if args[0] not in DTYPE_BYTES:
+        raise GeometryError(f"to: {args[0]!r} is not a dtype that travels; known: {', '.join(DTYPE_BYTES)}")
 
 
 def is_slice(item: Any) -> bool:
@@ -272,10 +281,10 @@ def _bounds(item: tuple[Any, ...], size: int) -> tuple[int, int, int]:
     """First index, number of elements and step of an encoded slice on an axis of `size`."""
     if not all(value is None or _is_int(value) for value in item[1:]):
         raise GeometryError(f"a slice takes ints or None, found {item}")
-    if item[3] is not None and item[3] <= 0:
-        raise GeometryError(f"a slice takes a step of at least 1, found {item}")
-    indices = range(*slice(*item[1:]).indices(size))
-    return (min(indices.start, size), len(indices), indices.step)
+    if item[3] is not None and not 0 < item[3] < 1 << 31:  # torch multiplies it with strides
+        raise GeometryError(f"a slice takes a step of at least 1 and below 2**31, found {item}")
+    first, last, width = slice(*item[1:]).indices(size)
+    return (min(first, size), max(-((first - last) // width), 0), width)
 
 
 _STEPS: dict[str, Callable[[Strided, tuple[Any, ...]], Strided | None]] = {

@@ -43,7 +43,13 @@ class Syncs:
         return self.latest if self.latest is not None and self.latest.is_running else None
 
     def start(
-        self, version: int, replicas: tuple[str, ...], readers: Mapping[str, Reader], policy: str, timeout_s: float
+        self,
+        version: int,
+        replicas: tuple[str, ...],
+        readers: Mapping[str, Reader],
+        policy: str,
+        verify: str,
+        timeout_s: float,
     ) -> SyncRecord:
         """Makes the running sync.
 
@@ -52,13 +58,14 @@ class Syncs:
             replicas: that take part.
             readers: their engine ranks, by name.
             policy: of `POLICIES`.
+            verify: of `wire.VERIFY`.
             timeout_s: deadline of the longest wait of its members, in seconds.
         """
         self._count += 1
         rounds = {rank: source.status.rounds for rank, source in self._members.sources.items()}
         # engines may take a deadline each to pause, to get ready and to start pulling before they call here
         idle_s = max(self.stall_timeout_s, 3 * timeout_s)
-        record = self.latest = SyncRecord(self._count, version, rounds, replicas, readers, idle_s, policy)
+        record = self.latest = SyncRecord(self._count, version, rounds, replicas, readers, idle_s, policy, verify)
         loop = asyncio.get_running_loop()
         record.touched = loop.time()
         record.watchdog = loop.call_later(idle_s, self._watch, record)
@@ -143,6 +150,8 @@ class Syncs:
             DeadlineError: names who is missing.
             RdtError: what the gate's waiters were told meanwhile.
         """
+        if record is not None and record.failure and not gate.is_open:
+            raise SyncError(record.failure)  # it failed since the caller looked; nobody will open the gate
         try:
             await gate.wait(timeout_s)
         except TimeoutError:

@@ -7,7 +7,8 @@ No weights travel in these messages. `decode` refuses what does not fit the stru
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from math import prod
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -16,6 +17,16 @@ from .errors import WireError
 WIRE_MAJOR = 1
 WIRE_MINOR = 0
 MAX_MESSAGE_BYTES = 1 << 30
+#: What nothing real reaches, so that sums and products of what was let in stay far below 2**63, and so that a few bytes
+#: cannot ask for memory that is counted by ranks, axes, rounds or slots.
+MAX_BYTES = 1 << 60  # of a tensor, a region, a buffer
+MAX_RANKS = 1 << 17
+MAX_AXES = 64  # as torch
+MAX_SLOTS = 1 << 10
+
+#: How much of a sync's bytes is compared by digests before the commit: nothing, another part in each sync, or all.
+Verify = Literal["off", "sample", "full"]
+VERIFY: tuple[Verify, ...] = get_args(Verify)
 
 #: bytes an element, by the dtype names that travel (torch's names without the `torch.` prefix)
 DTYPE_BYTES: dict[str, int] = {
@@ -209,12 +220,40 @@ class SyncReport(Struct, frozen=True):
     mode: str
     mode_reason: str
     readers: tuple[ReaderReport, ...]
-    replicas: tuple[str, ...]
+    replicas: tuple[str, ...]  # that serve the version now
+    failed: dict[str, str] = {}  # replicas that were dropped from the sync, and why (policy "best_effort")
+    verify: str = "off"  # how much was compared by digests before the commit: "off", "sample" or "full"
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
         """Every link of every reader."""
         return tuple(link for reader in self.readers for link in reader.links)
+
+
+class TensorCheck(Struct, frozen=True):
+    """A checkpoint tensor in one replica, compared with what the source ranks hold."""
+
+    name: str
+    replica: str
+    state: str  # "equal", "differs", "not comparable" (the engine's load changed its form) or "not taken"
+    bytes: int  # that were compared, over all engine ranks
+    detail: str = ""
+
+
+class CheckReport(Struct, frozen=True):
+    """What a comparison without a sync found, the same on every source rank."""
+
+    group: str
+    version: int | None  # last committed of the group
+    replicas: tuple[str, ...]
+    seconds: float
+    bytes: int  # that were compared
+    tensors: tuple[TensorCheck, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing that could be compared differs."""
+        return all(tensor.state != "differs" for tensor in self.tensors)
 
 
 T = TypeVar("T")
@@ -259,12 +298,26 @@ def validate(message: Any) -> None:
     if isinstance(message, SourceManifest):
         _validate_source(message)
     elif isinstance(message, EngineManifest):
-        if not 0 <= message.rank < message.world_size:
-            raise WireError(f"engine rank {message.rank} is outside its world of {message.world_size}")
+        _check_rank(f"engine rank {message.reader}", message.rank, message.world_size)
+        _check_size(f"the plan of engine rank {message.reader}", message.nbytes)
+        for box in message.boxes:
+            if len(box.offset) != len(box.shape) or len(box.shape) > MAX_AXES:
+                raise WireError(
+                    f"engine rank {message.reader} takes a box of {len(box.offset)} and {len(box.shape)} axes"
+                )
+            if min((box.tensor, *box.offset, *box.shape)) < 0 or max((0, *box.offset, *box.shape)) > MAX_BYTES:
+                raise WireError(
+                    f"engine rank {message.reader} takes the box {box.offset}+{box.shape} of tensor {box.tensor}"
+                )
         for request in message.requests:
             validate(request)
+    elif isinstance(message, LinkOffer):
+        _check_regions(f"offer of source rank {message.source}", message.regions, lowest=-1)
     elif isinstance(message, ReadRequest):
+        _check_size(f"pack arena for {message.reader}", message.pack_bytes)
         for transfer in message.transfers:
+            if transfer.round < 0 or transfer.chunk < 0:
+                raise WireError(f"transfer of {message.reader} in chunk {transfer.chunk} of round {transfer.round}")
             if len(transfer.columns) != 8 * 5 * transfer.count:
                 raise WireError(
                     f"transfer of {message.reader}: {len(transfer.columns)} bytes for {transfer.count} reads"
@@ -275,10 +328,41 @@ def validate(message: Any) -> None:
                 )
 
 
+def _check_rank(where: str, rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise WireError(f"{where}: outside its world of {world_size}")
+    if world_size > MAX_RANKS:
+        raise WireError(f"{where}: a world of {world_size} ranks; at most {MAX_RANKS} are possible")
+
+
+def _check_size(what: str, nbytes: int) -> None:
+    if not 0 <= nbytes <= MAX_BYTES:
+        raise WireError(f"{what}: {nbytes} bytes; expected 0 to {MAX_BYTES}")
+
+
+def _check_regions(where: str, regions: tuple[RegionMeta, ...], lowest: int = 0) -> None:
+    for region in regions:
+        _check_size(f"{where}, region {region.id}", region.nbytes)
+        if (
+            not lowest <= region.id < 1 << 31
+            or not 0 <= region.address < 1 << 62
+            or not 0 <= region.device_index < 1 << 31
+        ):
+            raise WireError(
+                f"{where}: region {region.id} at address {region.address} of device {region.device_index} is impossible"
+            )
+    if len({region.id for region in regions}) != len(regions):
+        raise WireError(f"{where}: two regions share one id")
+
+
 def _validate_source(message: SourceManifest) -> None:
     where = f"manifest of source rank {message.rank}"
-    if not 0 <= message.rank < message.world_size:
-        raise WireError(f"{where}: outside its world of {message.world_size}")
+    _check_rank(where, message.rank, message.world_size)
+    if not 1 <= message.rounds <= MAX_SLOTS + len(message.shards):  # each round brings a box; readers count all rounds
+        raise WireError(f"{where}: {message.rounds} rounds for {len(message.shards)} shards")
+    if not 1 <= message.slots <= MAX_SLOTS:
+        raise WireError(f"{where}: {message.slots} buckets at once; expected 1 to {MAX_SLOTS}")
+    _check_regions(where, message.regions)
     names = set()
     for tensor in message.tensors:
         if tensor.name in names:
@@ -286,11 +370,12 @@ def _validate_source(message: SourceManifest) -> None:
         names.add(tensor.name)
         if tensor.dtype not in DTYPE_BYTES:
             raise WireError(f"{where}: {tensor.name!r} has dtype {tensor.dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-        if any(size < 0 for size in tensor.shape):
+        if len(tensor.shape) > MAX_AXES:
+            raise WireError(f"{where}: {tensor.name!r} has {len(tensor.shape)} axes; at most {MAX_AXES} are possible")
+        # sizes of 0 count as 1: strides are made of the others
+        if any(size < 0 for size in tensor.shape) or prod(max(size, 1) for size in tensor.shape) > MAX_BYTES // 8:
             raise WireError(f"{where}: {tensor.name!r} has shape {tensor.shape}")
     regions = {region.id: region for region in message.regions}
-    if len(regions) != len(message.regions):
-        raise WireError(f"{where}: two regions share one id")
     for shard in message.shards:
         if not 0 <= shard.tensor < len(message.tensors):
             raise WireError(f"{where}: a shard names tensor {shard.tensor} of {len(message.tensors)}")
@@ -305,8 +390,8 @@ def _validate_source(message: SourceManifest) -> None:
                 raise WireError(
                     f"{where}: the box {shard.offset}+{shard.shape} leaves {tensor.name!r} of shape {tensor.shape}"
                 )
-        if any(stride < 0 for stride in shard.strides):
-            raise WireError(f"{where}: a shard of {tensor.name!r} has negative strides {shard.strides}")
+        if not all(0 <= stride <= MAX_BYTES for stride in shard.strides):
+            raise WireError(f"{where}: a shard of {tensor.name!r} has strides {shard.strides}")
         region = regions.get(shard.region)
         if region is None:
             raise WireError(f"{where}: a shard of {tensor.name!r} lies in region {shard.region}, which is not declared")

@@ -64,7 +64,6 @@ class _SglangEngine(ABC):
         self.cache = cache
         self.pause_mode = pause
         self._open = False  # schedulers may have begun a sync that was neither committed nor aborted
-        self._pulling = False
         self._before: str | None = None  # the engine's stamp when that sync began; None: not known
 
     @abstractmethod
@@ -98,13 +97,12 @@ class _SglangEngine(ABC):
         """
         if self._before is None:
             self._before = self._stamped(deadline)
-        self._open, self._pulling = True, False
+        self._open = True
         self._call("begin", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
         self._say(lambda control: control.stamp(f"{RECEIVING}{version}", deadline=deadline))
 
     def pull(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.pull`."""
-        self._pulling = True
         self._call("pull", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
 
     def finish(self, version: int, *, deadline: float) -> None:
@@ -134,7 +132,7 @@ class _SglangEngine(ABC):
         self._open = False
         torn = any(one.get("torn") for one in self.status(deadline=deadline))
         before = self._before
-        if not torn and not self._pulling and before is not None:  # it holds what it held before
+        if not torn and before is not None:  # it holds what it held before
             self._say(lambda control: control.stamp(before, deadline=deadline))
         if torn:
             # torn schedulers stay paused whatever they are told (`guard.around_continue`); but SGLang's tokenizer would

@@ -73,7 +73,8 @@ class SchedulerWeights:
         Repeatable: the same group again plans again only if the trainer's memory moved.
 
         Args:
-            info: the fields of `rdt_core.engines.ConnectInfo`, and `selector`: "target", "draft" or "all".
+            info: the fields of `rdt_core.engines.ConnectInfo`, and `selector`: "target", "draft" or "all". With `check`
+                digests of what this rank holds are handed in, and nothing is connected.
 
         Returns:
             `rank`, `world_size`, `tp_rank`, `slices` (of the trace), `bytes` (that each sync moves to this rank), `seconds`,
@@ -93,6 +94,8 @@ class SchedulerWeights:
         except msgspec.ValidationError as error:
             raise WireError(f"what to connect to does not fit: {error}") from error
         who = f"{wanted.replica}/{self.rank} of group {wanted.group}"
+        if wanted.check:
+            return self._check(wanted.check, started)
         held = self._state.held()
         if held is not None and self._state.torn() is None:
             raise EngineError(f"{who}: {held}; end that sync before connecting again")
@@ -112,6 +115,23 @@ class SchedulerWeights:
             "bytes": manifest.nbytes,
             "seconds": time.perf_counter() - started,
             "warnings": warnings,
+        }
+
+    def _check(self, number: int, started: float) -> dict[str, Any]:
+        """Hands in digests of what this rank holds; it stays connected as it is."""
+        receiver = self._connected()
+        if "weights" in self._scheduler.weight_updater.offload_tags:
+            raise EngineError(f"{self._who}: the weights are released; call resume_memory_occupation first")
+        with self._on_device():
+            receiver.check(number)
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "tp_rank": self.tp_rank,
+            "slices": self._landing.slices,
+            "bytes": 0,
+            "seconds": time.perf_counter() - started,
+            "warnings": [],
         }
 
     def _connect(self, info: ConnectInfo, selector: str, who: str) -> EngineManifest:

@@ -68,7 +68,6 @@ class _VllmEngine(ABC):
         self._open = False  # a weight update was started and not finished
         self._finishing = False
         self._uncommitted: int | None = None  # version that was pulled, in part or whole
-        self._pulling = False
         self._before: str | None = None  # the engine's stamp when the sync began; None: not known
 
     # what each transport gives
@@ -130,13 +129,13 @@ class _VllmEngine(ABC):
         if self._before is None:
             stamps = set(self._weight_version(deadline))
             self._before = stamps.pop() if len(stamps) == 1 else None
-        self._open, self._finishing, self._pulling, self._uncommitted = True, False, False, None
+        self._open, self._finishing, self._uncommitted = True, False, None
         self._open_update(f"{RECEIVING}{version}", deadline)
 
     def pull(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.pull`."""
         timeout_s = max(deadline - time.monotonic() - MARGIN_S, 1.0)
-        self._uncommitted, self._pulling = version, True
+        self._uncommitted = version
         self._update({"version": version, "timeout_s": timeout_s}, deadline)
 
     def finish(self, version: int, *, deadline: float) -> None:
@@ -162,11 +161,12 @@ class _VllmEngine(ABC):
         Raises:
             EngineError: the engine could not be told, e.g. because it died.
         """
-        if self._open or self._uncommitted is not None:
+        pulled = self._uncommitted is not None
+        if self._open or pulled:
             # an update that is finished, or of which the last worker is, has to be started once more to be aborted
             self._end(self._finishing or not self._open, f"version {version}: {reason}", deadline, version)
             self._open, self._finishing, self._uncommitted = False, False, None
-            if self._before is not None and not self._pulling:  # no byte moved: it holds what it held before
+            if self._before is not None and not pulled:  # no byte moved: it holds what it held before
                 self._stamp(self._before, deadline)
 
     def _end(self, finish_failed: bool, reason: str, deadline: float, version: int = -1) -> None:

@@ -46,6 +46,7 @@ class RdtInitInfo(WeightTransferInitInfo):
         kinds: link kinds allowed, in order of preference.
         timeout_s: seconds, deadline of every single wait.
         pack_threshold: bytes below which a piece is packed; 0: the kind's own default.
+        check: id of a check that runs: digests of what this rank holds are handed in, and nothing is connected; 0: connect.
     """
 
     group: str
@@ -55,6 +56,7 @@ class RdtInitInfo(WeightTransferInitInfo):
     kinds: list[str] = field(default_factory=lambda: list(DEFAULT_KINDS))
     timeout_s: float = 60.0
     pack_threshold: int = 0
+    check: int = 0
 
 
 @dataclass
@@ -125,6 +127,12 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
         """
         self._timeout_s = init_info.timeout_s
         ranks = self._all_ranks()
+        if init_info.check:
+            error = self._try(lambda: self._connected().check(init_info.check))
+            failure = ranks.agree(error, self._timeout_s + GRACE_S)
+            if failure is not None:
+                self._raise(failure, error)
+            return
         states = ranks.gather((ranks.speaks, self._open), self._timeout_s + GRACE_S)
         if any(is_open for _, is_open in states):
             # vLLM offers no way to ask; without this the next start would be refused on some ranks only

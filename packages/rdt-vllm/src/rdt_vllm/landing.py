@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -165,8 +165,8 @@ class VllmLanding:
             if fill.destination in landed:
                 landed[fill.destination] += math.prod(fill.shape)
         self._refuse_attention(landed)
-        self._ties = self._find_ties(landed)
-        self._refuse_uncovered(landed)
+        self._ties, shared = self._find_ties(landed)
+        self._refuse_uncovered(landed, shared)
 
         touched: dict[str, list[_Format]] = defaultdict(list)
         for key in landed:
@@ -286,8 +286,6 @@ class VllmLanding:
 
     def abort(self, reason: str) -> None:
         """See `Landing.abort`. Serving tensors are put back, so that a later sync can start."""
-        if self._guard.reason is None:
-            return
         self._guard.close(reason, self.who)
         for module in self._opened:
             layers.put_back(self._modules[module])
@@ -310,29 +308,46 @@ class VllmLanding:
             whole = storage.view(form.dtype)
             whole.as_strided(fill.shape, fill.strides, whole.storage_offset() + fill.offset).fill_(fill.value)
 
-    def _find_ties(self, landed: Mapping[str, int]) -> dict[str, list[tuple[str, str, str]]]:
-        """Parameters that get no bytes of their own because they share the serving memory of one that does."""
+    def _find_ties(self, landed: Mapping[str, int]) -> tuple[dict[str, list[tuple[str, str, str]]], set[str]]:
+        """Parameters that get no bytes of their own because they share the serving memory of one that does.
+
+        Returns:
+            Those whose module has to be post-processed when the owner of the memory closes (see `_ties`), and the keys of
+            all of them.
+        """
         owners = {}
         for key in landed:
             form = self._formats[key]
             serving = self._serving(form)
             if serving is not None and serving.numel():
                 owners[_place(serving)] = form
+        receiving = {self._formats[key].module for key in landed}
         ties: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
+        shared = set()
         for key, form in self._formats.items():
             serving = self._serving(form)
             if key in landed or not form.parameter or serving is None or not serving.numel():
                 continue
             owner = owners.get(_place(serving))
-            if owner is not None and owner.shape == form.shape and owner.dtype == form.dtype:
+            if owner is None or owner.shape != form.shape or owner.dtype != form.dtype:
+                continue
+            shared.add(key)
+            if form.module not in receiving:
                 ties[owner.module].append((owner.name, form.module, form.name))
-        return dict(ties)
+            elif not form.live and not layers.post_load_is_idle(self._modules[form.module]):
+                raise EngineError(
+                    f"{self.who}: {key} shares the memory of {_key(owner.module, owner.name)}, but the other tensors of "
+                    f"{form.module or 'its module'} are loaded on their own, so that its post-load step cannot follow both; "
+                    "this model cannot be updated"
+                )
+            # else its module's own post-load step comes with its own bytes, and never touches a tensor that vLLM keeps
+            # live: the router's correction bias, which the gate loads and the experts hold as well
+        return dict(ties), shared
 
-    def _refuse_uncovered(self, landed: Mapping[str, int]) -> None:
-        tied = {_key(module, name) for entries in self._ties.values() for _, module, name in entries}
+    def _refuse_uncovered(self, landed: Mapping[str, int], shared: Collection[str]) -> None:
         missing = []
         for key, form in self._formats.items():
-            if not form.parameter or key in tied or layers.is_deferred(self._modules[form.module]):
+            if not form.parameter or key in shared or layers.is_deferred(self._modules[form.module]):
                 continue
             if landed.get(key, 0) < form.wanted:
                 missing.append(f"{key} ({landed.get(key, 0)} of {form.wanted} elements)")

@@ -114,7 +114,12 @@ def materialise(module: torch.nn.Module, memory: Mapping[str, torch.Tensor]) -> 
 
     Returns:
         The serving tensors by name. Contents of the new tensors are whatever the memory holds.
+
+    Raises:
+        EngineError: the module is in load-time form already; its serving tensors would be lost.
     """
+    if get_layerwise_info(module).kernel_tensors is not None:
+        raise EngineError(f"a {type(module).__name__} was to be brought into load-time form while it is in it")
     info = _park(module)
     restore_layer_on_meta(module, info)
     for name, meta in get_layer_tensors(module).items():

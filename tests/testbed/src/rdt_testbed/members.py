@@ -62,7 +62,7 @@ class Reader:
 
     def pull(self, version: int) -> list[int]:
         """Takes part in the running sync. Returns the source ranks that offered."""
-        sync = self.control.enter(self.name, "first", version, WAIT_S)
+        sync, _ = self.control.enter(self.name, "first", version, WAIT_S)
         offers, _ = self.control.offers(self.name, "first", WAIT_S)
         self.control.done(report(self.name, version), sync)()
         return [one.source for one in offers]

@@ -56,6 +56,9 @@ class Member:
     def publish(self, version: int) -> Any:
         return self.sync.publish(version)
 
+    def catch_up(self) -> Any:
+        return self.sync.catch_up()
+
     def publish_until(self, version: int, rounds: int, then: Any) -> Any:
         """Publishes, and calls `then` when `rounds` rounds are readable: the reader has some of the bytes by then."""
         written = self.sync._publisher.rounds_written

@@ -10,10 +10,17 @@ import numpy as np
 
 from .. import wire
 from ..errors import TransportError
+from ..memory import ALIGNMENT
 from .base import Copies
 
 _READ = 5
 _PACK = 6
+
+#: How many times the bytes that an owner holds one reader may ask for. A loader that takes a tensor twice asks twice, and
+#: each bucket that exists at once has a pack arena of its own; nobody comes near this.
+MOST_TIMES = 64
+#: Rows that one reader may have as Ray objects: each is a tensor of its own at the owner.
+MOST_OBJECTS = 1 << 20
 
 
 def read_columns(copies: Copies) -> bytes:
@@ -49,6 +56,38 @@ def packs(transfer: wire.Transfer) -> Copies:
     columns = _numbers(transfer.pack_columns, _PACK, transfer.pack_count, "packs")
     region, offset, pitch, rows, row_bytes, pack_offset = columns
     return Copies(region, offset, pitch, np.zeros_like(rows), pack_offset, row_bytes, rows, row_bytes)
+
+
+def check_request(request: wire.ReadRequest, held: int, rounds: int) -> None:
+    """Refuses a request for more than its owner could mean: what it makes for it is bounded by what it holds.
+
+    Args:
+        request: of a reader.
+        held: bytes of the boxes that the owner published.
+        rounds: of a sync, as the owner declared.
+
+    Raises:
+        TransportError: names the reader and what it asked for.
+    """
+    who = f"{request.reader} asks source rank {request.source}"
+    rows = 0
+    total = np.float64(0)  # what wraps round in integers is far beyond the limit here
+    for transfer in request.transfers:
+        if transfer.round >= rounds:
+            raise TransportError(f"{who} for bytes of round {transfer.round}; a sync has {rounds} rounds")
+        for copies in (reads(transfer), packs(transfer)):
+            total += (copies.rows.astype(np.float64) * copies.row_bytes).sum()
+        rows += int(np.clip(reads(transfer).rows, 0, MOST_OBJECTS + 1).sum())
+    most = MOST_TIMES * (held + ALIGNMENT * (1 + len(request.transfers)))
+    if request.pack_bytes > most or total > most:
+        raise TransportError(
+            f"{who} for {total:.0f} bytes and a pack arena of {request.pack_bytes}; it holds {held} bytes, and at most "
+            f"{MOST_TIMES} times as many are served to one reader; connect the reader again"
+        )
+    if request.kind == "ray" and rows > MOST_OBJECTS:
+        raise TransportError(
+            f"{who} for more than {MOST_OBJECTS} rows as Ray objects; pack them, or use kind 'prepared'"
+        )
 
 
 def _bytes(*columns: np.ndarray) -> bytes:

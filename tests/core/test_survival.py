@@ -1,0 +1,448 @@
+"""Members that come, go, fail and come back while versions go on: commit, policies, takeover, a coordinator that died."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from rdt_core.control import Control, LocalControl
+from rdt_core.coordinator import Coordinator
+from rdt_core.errors import (
+    CoordinatorLostError,
+    DeadlineError,
+    EngineError,
+    MembershipError,
+    RdtError,
+    SyncError,
+    TornReplicaError,
+)
+from rdt_core.replica import ModuleReplica, ModuleWorker
+from rdt_core.sources import ModuleSource
+from rdt_core.sync import WeightSync
+from rdt_core.transport import LocalExchange
+
+pytestmark = pytest.mark.unit
+
+GROUP = "survival"
+TIMEOUT_S = 5.0
+
+
+def build(value: float = 0.0) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+class Replica(ModuleReplica):
+    """A replica that counts pauses and resumes, and in which a step can be made to fail."""
+
+    def __init__(self, workers: list[ModuleWorker], name: str) -> None:
+        super().__init__(workers, name=name)
+        self.paused = False
+        self.breaks: dict[str, Callable[[], None]] = {}
+
+    def _all(self, method: str, *args: Any, deadline: float) -> list[Any]:
+        if method in self.breaks:
+            self.breaks[method]()
+        return super()._all(method, *args, deadline=deadline)
+
+    def pause(self, *, deadline: float) -> None:
+        self.paused = True
+
+    def resume(self, *, deadline: float) -> None:
+        if "resume" in self.breaks:
+            self.breaks["resume"]()
+        self.paused = False
+
+
+class World:
+    """Source ranks in threads, any number of replicas, and a coordinator that can be killed."""
+
+    def __init__(self, ranks: int = 2, **options: Any) -> None:
+        self.ranks, self.options = ranks, {"policy": "require_all", "stall_timeout_s": 30.0} | options
+        self.stall_s = self.options.pop("stall_timeout_s")
+        self.exchange = LocalExchange()
+        self._lock = threading.Lock()
+        self._control: LocalControl | None = None
+        self.models = [build() for _ in range(ranks)]
+        self.pool = ThreadPoolExecutor(ranks)
+        self.syncs = list(self.pool.map(self.join, range(ranks)))
+
+    def control(self) -> Control:
+        """Opens the coordinator, or finds the one that somebody else opened."""
+        with self._lock:
+            if self._control is None:
+                self._control = LocalControl(Coordinator(GROUP, self.ranks, self.stall_s))
+            return self._control
+
+    def kill_coordinator(self) -> None:
+        with self._lock:
+            control, self._control = self._control, None
+        assert control is not None
+        control.close()
+
+    def join(self, rank: int, takeover: bool = False) -> WeightSync:
+        return WeightSync(
+            self.control(), ModuleSource(self.models[rank]), group=GROUP, rank=rank, world_size=self.ranks,
+            kinds=("local",), timeout_s=TIMEOUT_S, exchange=self.exchange, reopen=lambda _: self.control(), takeover=takeover,
+            **self.options,
+        )  # fmt: skip
+
+    def replica(self, name: str, workers: int = 1) -> Replica:
+        """Makes a replica and attaches it."""
+        made = Replica(
+            [ModuleWorker(build, rank, workers, None, self.control, self.exchange) for rank in range(workers)], name
+        )
+        self.syncs[0].attach(made)
+        return made
+
+    def fill(self, value: float) -> None:
+        for model in self.models:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(value)
+
+    def all(self, call: Callable[[WeightSync], Any]) -> list[Any]:
+        """Calls on every rank at once; errors are returned."""
+
+        def guarded(sync: WeightSync) -> Any:
+            try:
+                return call(sync)
+            except RdtError as error:
+                return error
+
+        return list(self.pool.map(guarded, self.syncs))
+
+    def publish(self, version: int, **options: Any) -> list[Any]:
+        self.fill(float(version))
+        return self.all(lambda sync: sync.publish(version, **options))
+
+    def good(self, version: int, **options: Any) -> Any:
+        """Publishes; all ranks must have the same report."""
+        reports = self.publish(version, **options)
+        assert not [one for one in reports if isinstance(one, Exception)], reports
+        assert all(one == reports[0] for one in reports)
+        return reports[0]
+
+    def states(self) -> dict[str, tuple[str, int | None]]:
+        return {one.name: (one.state, one.version) for one in self.control().status().replicas}
+
+    def close(self) -> None:
+        for sync in self.syncs:
+            sync.leave()
+        self.pool.shutdown()
+        if self._control is not None:
+            self._control.close()
+
+
+@pytest.fixture
+def world(request):
+    made: list[World] = []
+
+    def make(*args: Any, **options: Any) -> World:
+        made.append(World(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def served(replica: Replica) -> tuple[set[int | None], set[float]]:
+    """What the workers say that they serve, and what they hold."""
+    values = {float(one) for worker in replica.workers for value in worker.state().values() for one in value.unique()}
+    return {worker.version() for worker in replica.workers}, values
+
+
+def failing(message: str, kind: type[RdtError] = EngineError) -> Callable[[], None]:
+    def fail() -> None:
+        raise kind(message)
+
+    return fail
+
+
+# --- the commit
+
+
+def test_a_replica_that_finished_is_not_stamped_when_another_one_fails(world):
+    made = world()
+    good, bad = made.replica("good", 2), made.replica("bad")
+    made.good(1)
+
+    def fail() -> None:
+        waiting = time.monotonic() + TIMEOUT_S
+        while any(one.receiver.uncommitted != 2 or one.receiver.torn is not None for one in good.workers):
+            assert time.monotonic() < waiting
+            time.sleep(0.01)
+        raise EngineError("the last step broke")
+
+    bad.breaks["finish"] = fail
+    errors = made.publish(2)
+    assert {str(one) for one in errors} == {str(errors[0])}
+    assert "the last step broke" in str(errors[0])
+    for worker in (*good.workers, *bad.workers):
+        assert worker.version() is None
+        with pytest.raises(TornReplicaError):
+            worker.state()
+    assert good.paused
+    assert made.control().current()[0] == 1
+    bad.breaks.clear()
+    made.good(3)
+    assert served(good) == ({3}, {3.0})
+    assert served(bad) == ({3}, {3.0})
+    assert not good.paused
+
+
+def test_nothing_is_served_between_finish_and_commit(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append(replica.workers[0].version())
+        with pytest.raises(TornReplicaError, match="not committed"):
+            replica.workers[0].state()
+
+    replica.breaks["commit"] = look
+    made.good(2)
+    assert seen == [None]
+    assert served(replica) == ({2}, {2.0})
+
+
+def test_a_commit_that_the_coordinator_refuses_tears_every_replica(world, monkeypatch):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    monkeypatch.setattr(made.control(), "commit", lambda *args: failing("no answer to commit", DeadlineError)())
+    errors = made.publish(2)
+    assert "no answer to commit" in str(errors[0])
+    assert replica.version(deadline=0) is None
+    assert made.states() == {"a": ("torn", None)}
+    monkeypatch.undo()
+    made.good(3)
+    assert served(replica) == ({3}, {3.0})
+
+
+def test_a_replica_that_cannot_be_stamped_or_resumed_is_said(world):
+    made = world()
+    first, second = made.replica("first"), made.replica("second")
+    made.good(1)
+    second.breaks["resume"] = failing("it does not resume")
+    reports = made.publish(2)
+    assert isinstance(reports[0], EngineError)
+    assert "replica 'second': it does not resume" in str(reports[0])
+    assert reports[1].version == 2
+    assert served(first) == ({2}, {2.0})
+    assert made.states() == {"first": ("serving", 2), "second": ("torn", None)}
+    report = made.publish(3, policy="best_effort")[0]
+    assert report.replicas == ("first",)
+    assert "does not resume" in report.failed["second"]
+
+
+# --- policies
+
+
+@pytest.mark.parametrize("step", ["connect", "pause", "begin", "pull", "finish"])
+def test_best_effort_goes_on_without_a_replica_that_fails(world, step):
+    made = world(policy="best_effort")
+    good, bad = made.replica("good", 2), made.replica("bad", 2)
+    assert made.good(1).failed == {}
+    if step == "connect":
+        made.all(lambda sync: sync._publisher.manifest)
+        made.models[1] = build()
+        made.syncs[1]._source.__init__(made.models[1])  # its parameters moved: every replica plans again
+    if step in ("pause", "begin"):
+        setattr(bad, step, lambda *args, **options: failing("it is dead")())
+    else:
+        bad.breaks[step] = failing("it is dead")
+    report = made.good(2)
+    assert report.replicas == ("good",)
+    assert set(report.failed) == {"bad"}
+    assert "it is dead" in report.failed["bad"]
+    assert served(good) == ({2}, {2.0})
+    assert not good.paused
+    if step == "finish":
+        assert {worker.version() for worker in bad.workers} == {None}
+        with pytest.raises(TornReplicaError):
+            bad.workers[0].state()
+    bad.breaks.clear()
+    for name in ("pause", "begin"):
+        bad.__dict__.pop(name, None)
+    assert made.good(3).failed == {}
+    assert served(bad) == ({3}, {3.0})
+
+
+def test_best_effort_fails_where_no_replica_is_left(world):
+    made = world(policy="best_effort")
+    one, other = made.replica("one"), made.replica("other")
+    made.good(1)
+    one.breaks["pull"] = other.breaks["pull"] = failing("dead")
+    errors = made.publish(2)
+    assert all(isinstance(error, SyncError) for error in errors), errors
+    assert "no replica is left" in str(errors[1])
+    assert made.control().current()[0] == 1
+
+
+def test_a_source_rank_that_fails_ends_the_sync_under_either_policy(world, monkeypatch):
+    made = world(policy="best_effort")
+    replica = made.replica("a")
+    made.good(1)
+    monkeypatch.setattr(made.syncs[1]._publisher, "follow", failing("the parameters are gone"))
+    errors = made.publish(2)
+    assert all("the parameters are gone" in str(error) for error in errors), errors
+    assert served(replica)[0] == {1}
+
+
+def test_require_all_is_the_default_and_a_policy_that_is_unknown_is_refused(world):
+    made = world()
+    good, bad = made.replica("good"), made.replica("bad")
+    made.good(1)
+    bad.breaks["pull"] = failing("dead")
+    assert all("dead" in str(one) for one in made.publish(2))
+    assert good.workers[0].version() in (None, 1)
+    with pytest.raises(MembershipError, match="choose one of require_all, best_effort"):
+        made.syncs[0].publish(3, policy="most")
+
+
+# --- replicas that come late
+
+
+def test_a_late_replica_is_paused_until_it_has_the_version(world):
+    made = world()
+    first = made.replica("first")
+    made.good(1)
+    late = made.replica("late", 2)
+    assert late.paused
+    resumed: list[str] = []
+    first.breaks["pull"] = lambda: resumed.append("first was disturbed")
+    reports = made.all(lambda sync: sync.catch_up())
+    assert [one.replicas for one in reports] == [("late",), ("late",)]
+    assert not resumed
+    assert served(late) == ({1}, {1.0})
+    assert not late.paused
+    assert made.states() == {"first": ("serving", 1), "late": ("serving", 1)}
+    first.breaks.clear()
+    made.good(2)
+    assert served(late) == ({2}, {2.0})
+
+
+def test_the_first_replicas_of_a_group_serve_on_until_the_first_version(world):
+    made = world()
+    assert not made.replica("first").paused
+    errors = made.all(lambda sync: sync.catch_up())
+    assert all("no version yet" in str(error) for error in errors)
+
+
+def test_catching_up_disturbs_nobody_where_nobody_is_late(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    replica.breaks["pull"] = failing("it was disturbed")
+    reports = made.all(lambda sync: sync.catch_up())
+    assert [one.replicas for one in reports] == [(), ()]
+    assert served(replica) == ({1}, {1.0})
+
+
+# --- source ranks and the coordinator
+
+
+def test_a_source_rank_that_was_started_again_takes_its_place(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    dead = made.syncs[1]
+    with pytest.raises(MembershipError, match="takeover=True"):
+        made.join(1)
+    made.models[1] = build(1.0)
+    made.syncs[1] = made.join(1, takeover=True)
+    assert made.syncs[1].version == 1
+    made.good(2)
+    assert served(replica) == ({2}, {2.0})
+    for call in (lambda: dead.publish(3), lambda: dead._control.leave(1, dead._token)):
+        with pytest.raises(MembershipError):
+            call()
+    made.good(3)
+    assert served(replica) == ({3}, {3.0})
+
+
+@pytest.mark.parametrize("moment", ["between", "begin", "pull", "commit"])
+def test_a_coordinator_that_died_is_built_again(world, moment):
+    made = world()
+    replica = made.replica("a", 2)
+    made.good(4)
+    if moment == "between":
+        made.kill_coordinator()
+    elif moment == "begin":
+        waiting = made.pool.submit(lambda: made.syncs[1].publish(5))
+        while not made.control()._coordinator._barrier._here.versions:  # type: ignore[attr-defined]
+            pass
+        made.fill(5.0)
+        made.kill_coordinator()
+        report = made.syncs[0].publish(5)
+        assert waiting.result() == report
+    else:
+        kill = threading.Event()
+
+        def die() -> None:
+            if not kill.is_set():
+                kill.set()
+                made.kill_coordinator()
+
+        replica.breaks["pull" if moment == "pull" else "abort"] = die
+        if moment == "commit":
+            replica.breaks.clear()
+            commit = made.control().commit
+
+            def lost(*args: Any) -> Any:
+                die()
+                return commit(*args)
+
+            made.control().commit = lost  # type: ignore[method-assign]
+        errors = made.publish(5)
+        assert all(isinstance(error, RdtError) for error in errors), errors
+        assert {worker.version() for worker in replica.workers} <= {None, 4}
+    made.good(6)
+    assert served(replica) == ({6}, {6.0})
+    assert made.control().current()[0] == 6
+    assert made.states() == {"a": ("serving", 6)}
+    with pytest.raises(SyncError, match="versions never go back"):
+        made.syncs[0].publish(3)
+
+
+def test_without_a_way_to_open_another_coordinator_it_says_so(world):
+    made = world(1)
+    made.good(1)
+    made.syncs[0]._reopen = None
+    made.kill_coordinator()
+    with pytest.raises(CoordinatorLostError, match="nobody here can open another"):
+        made.syncs[0].publish(2)
+    made.syncs[0]._reopen = lambda _: made.control()
+    made.good(2)
+
+
+# --- stalls
+
+
+def test_a_stall_names_who_was_at_what(world):
+    made = world(1, stall_timeout_s=0.1)
+    made.replica("a")
+    made.good(1)
+    control = made.control()
+    control.begin(0, made.syncs[0]._token, 2, ["a"], 0.1, readable=1)
+    waiting = time.monotonic() + 10.0
+    while control.current()[1] is not None:
+        assert time.monotonic() < waiting
+        time.sleep(0.02)
+    told = control.status().last_failure
+    assert told.startswith(
+        "version 2: engine rank a/0 failed in pause, begin or the start of the pull: no progress for 0.3 s"
+    )
