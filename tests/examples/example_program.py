@@ -18,11 +18,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rdt_testbed import warm
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def lines(command: list[str]) -> list[dict[str, Any]]:
-    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([warm.python(), *command], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{command} ended with status {done.returncode}:\n{done.stdout}")
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -57,7 +59,7 @@ def vllm_server(folder: Path) -> Iterator[str]:
     ]  # fmt: skip
     with (folder / "server.log").open("w") as log:
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-        server = subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen([warm.python(), *command], env=environment, stdout=log, stderr=log)
     until = time.monotonic() + 200
     try:
         while True:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rdt_testbed.programs import SGLANG_ENVIRONMENT, VLLM_ENVIRONMENT, run
+from rdt_testbed.warm import Warm
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -23,13 +24,14 @@ TINY = ("--steps", str(STEPS), "--prompts", "4", "--samples", "4", "--max-tokens
 CLOSE = 1e-4
 
 
-def example(*arguments: str, environment: dict[str, str]) -> list[dict[str, Any]]:
+def example(*arguments: str, environment: dict[str, str], fork: Warm | None) -> list[dict[str, Any]]:
     # the hook of `--setup` is found as a user's own would be
     environment = {**environment, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-    found: list[dict[str, Any]] = run(HERE / "example_program.py", *arguments, timeout_s=300, environment=environment)[
-        "lines"
-    ]
-    return found
+    if fork:
+        environment |= {**fork.variables, "PYTHON_EXEC": fork.python}  # Ray's workers, and torchrun's ranks
+    found = run(HERE / "example_program.py", *arguments, timeout_s=300, environment=environment, fork=fork)
+    lines: list[dict[str, Any]] = found["lines"]
+    return lines
 
 
 def assert_learned_and_served(lines: list[dict[str, Any]]) -> None:
@@ -43,20 +45,20 @@ def assert_learned_and_served(lines: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.engine
-def test_fsdp_to_vllm() -> None:
-    assert_learned_and_served(example("fsdp_to_vllm.py", *TINY, environment=VLLM_ENVIRONMENT))
+def test_fsdp_to_vllm(warm_vllm: Warm | None) -> None:
+    assert_learned_and_served(example("fsdp_to_vllm.py", *TINY, environment=VLLM_ENVIRONMENT, fork=warm_vllm))
 
 
 @pytest.mark.engine
-def test_megatron_to_sglang() -> None:
-    setup = ("--setup", "hooks:megatron_on_cpu")
-    assert_learned_and_served(example("megatron_to_sglang.py", *TINY, *setup, environment=SGLANG_ENVIRONMENT))
+def test_megatron_to_sglang(warm_sglang: Warm | None) -> None:
+    arguments = ("megatron_to_sglang.py", *TINY, "--setup", "hooks:megatron_on_cpu")
+    assert_learned_and_served(example(*arguments, environment=SGLANG_ENVIRONMENT, fork=warm_sglang))
 
 
 @pytest.mark.integration
-def test_torchrun_trainers_feed_a_plain_replica() -> None:
+def test_torchrun_trainers_feed_a_plain_replica(warm_vllm: Warm | None) -> None:
     common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    lines = example("torchrun", "torchrun_trainer.py", "--steps", str(STEPS), environment=common)
+    lines = example("torchrun", "torchrun_trainer.py", "--steps", str(STEPS), environment=common, fork=warm_vllm)
     assert [line["served"] for line in lines] == [1, 2]
     assert all(math.isfinite(line["loss"]) and line["bytes"] > 0 for line in lines)
     assert max(line["difference"] for line in lines) < CLOSE, "both compute the same logits"
@@ -64,8 +66,9 @@ def test_torchrun_trainers_feed_a_plain_replica() -> None:
 
 @pytest.mark.engine
 @pytest.mark.thorough  # the same client and the same kind of trainer run in tests/vllm and above
-def test_torchrun_trainers_feed_a_server_of_which_they_know_the_url() -> None:
-    lines = example("torchrun-vllm", "torchrun_trainer.py", "--steps", str(STEPS), environment=VLLM_ENVIRONMENT)
+def test_torchrun_trainers_feed_a_server_of_which_they_know_the_url(warm_vllm: Warm | None) -> None:
+    arguments = ("torchrun-vllm", "torchrun_trainer.py", "--steps", str(STEPS))
+    lines = example(*arguments, environment=VLLM_ENVIRONMENT, fork=warm_vllm)
     assert [line["served"] for line in lines] == [1, 2]
     assert all(math.isfinite(line["loss"]) and line["bytes"] > 0 for line in lines)
 

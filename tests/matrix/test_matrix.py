@@ -24,11 +24,16 @@ ENVIRONMENTS = {"vllm": VLLM_ENVIRONMENT, "sglang": SGLANG_ENVIRONMENT}
 TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     # experts over both dimensions: a rank holds half of the experts of half of the layers, whole
-    "megatron": {"qwen3-moe": {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, "qwen3": {"tp": 2, "pp": 2}},
+    "megatron": {
+        "qwen3-moe": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+        "qwen3": {"tp": 2, "pp": 2},
+        "glm4-moe": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+    },
 }
 RANKS = {"fsdp": 2, "megatron": 4}
-#: experts, grouped heads, norms of queries and keys: one family holds most of what can go wrong
-KINDS = {"qwen3-moe": (), "qwen3": (pytest.mark.thorough,)}
+#: experts, grouped heads, norms of queries and keys: one family holds most of what can go wrong. The last one adds biases, a
+#: dense layer before those of experts, shared experts, and a router whose bias two modules of an engine hold
+KINDS = {"qwen3-moe": (), "qwen3": (pytest.mark.thorough,), "glm4-moe": (pytest.mark.thorough,)}
 CELLS = [
     pytest.param(trainer, engine, kind, id="-".join([trainer, engine, *([kind] if marks else [])]), marks=marks)
     for kind, marks in KINDS.items()

@@ -67,6 +67,8 @@ class Run:
             for seed in range(group.get("syncs", 2)):
                 self.sync(seed + 10 * self.groups)
             self.against_disk(seed + 10 * self.groups, other=self.groups == 1)
+            if self.groups == 1:
+                self.verify(seed + 10 * self.groups)
             if group.get("torn"):
                 self.torn()
             self.both("leave")
@@ -93,7 +95,7 @@ class Run:
         self.results.setdefault("syncs", []).append(
             {
                 "group": self.groups, "version": self.version, "seconds": time.time() - began, "bytes": report.bytes,
-                "mode": report.mode, "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
+                "mode": report.mode, "verify": report.verify, "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
                 "said": self.client.version(deadline=time.monotonic() + 10), "changed": self.fingerprints() != before,
                 "status": [[one["version"], one["torn"], one["paused"], one["phase"]] for one in self.status()],
             }
@@ -117,6 +119,20 @@ class Run:
         )
         self.results.setdefault("generates_equal", []).append(pulled[1] == disk[1])
         self.results["names"] = sorted(disk[0][0])
+
+    def verify(self, seed: int) -> None:
+        """Digests against SGLang's own loader: equal to that step's, and different from another one's; nothing is written."""
+        before = self.fingerprints()
+        found = [self.verified()]
+        self.disk(seed + 1000)
+        found.append(self.verified())
+        self.disk(seed)
+        found.append(self.verified())
+        self.results["verified"] = {"found": found, "written": self.fingerprints() != before}
+
+    def verified(self) -> dict[str, str]:
+        report = raise_errors(self.both("verify"))[0]
+        return {tensor.name: tensor.state for tensor in report.tensors}
 
     def generate(self) -> Any:
         if self.settings.get("generate", True):

@@ -92,6 +92,8 @@ class Run:
             for seed in (11, 12):
                 self.sync(seed + 10 * self.groups)
             self.against_loader(12 + 10 * self.groups, again=group is groups[0])
+            if group is groups[0]:
+                self.verify(12 + 10 * self.groups)
             if group is not groups[-1]:
                 ray.get([trainer.leave.remote() for trainer in self.trainers])
         if self.settings.get("in_flight"):
@@ -125,7 +127,7 @@ class Run:
         report = ray.get([trainer.publish.remote(self.version) for trainer in self.trainers], timeout=180)[0]
         found = {
             "group": self.groups, "version": self.version, "seconds": time.time() - began, "bytes": report.bytes,
-            "mode": report.mode, "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
+            "mode": report.mode, "verify": report.verify, "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
             "said": self.client.version(deadline=time.monotonic() + 10), "cache": self.client.cache,
         }  # fmt: skip
         if self.settings.get("generate", True):
@@ -148,6 +150,32 @@ class Run:
         ray.get(self.server.collective_rpc.remote("reload_weights", kwargs=weights), timeout=120)
         self.results.setdefault("equals_loader", []).append(self.checksums() == before)
         self.results["names"] = sorted(before)
+
+    def verify(self, seed: int) -> None:
+        """Digests against vLLM's own checksums: equal where its loader put that step, different for another; nothing is written."""
+        import ray
+
+        before = self.checksums()
+        found = [self.verified()]
+        ray.get([trainer.set.remote(seed + 1000) for trainer in self.trainers])
+        found.append(self.verified())
+        ray.get([trainer.set.remote(seed) for trainer in self.trainers])
+        models.save(self.model(seed + 1000), self.folder / "other")
+        weights = {"weights_path": str(self.folder / "other")}
+        ray.get(self.server.collective_rpc.remote("reload_weights", kwargs=weights), timeout=120)
+        others = self.checksums()
+        found.append(self.verified())
+        same = [name for name in before if before[name] == others[name]]
+        self.results["verified"] = {"found": found, "same": same}
+        weights = {"weights_path": str(self.folder / f"step{seed}")}
+        ray.get(self.server.collective_rpc.remote("reload_weights", kwargs=weights), timeout=120)
+        self.results["verified"]["written"] = self.checksums() != before
+
+    def verified(self) -> dict[str, str]:
+        import ray
+
+        report = ray.get([trainer.verify.remote() for trainer in self.trainers], timeout=60)[0]
+        return {tensor.name: tensor.state for tensor in report.tensors}
 
     def checksums(self) -> dict[str, str]:
         import ray

@@ -56,6 +56,9 @@ class Member:
     def publish(self, version: int) -> Any:
         return self.sync.publish(version)
 
+    def verify(self) -> Any:
+        return self.sync.verify()
+
     def catch_up(self) -> Any:
         return self.sync.catch_up()
 
