@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rdt_core.bench import digests
-from rdt_core.bench.layouts import EngineModule
+from rdt_core.bench.layouts import EngineModule, EngineRank
 from rdt_core.bench.source import RowSharded
 from rdt_core.landing import ModuleLanding
 from rdt_core.shapes import checkpoint_tensors, config_of
@@ -25,7 +25,7 @@ def full(model: str) -> dict[str, torch.Tensor]:
 
 
 def module(model: str, rank: int, tp: int, engine: str = "vllm") -> EngineModule:
-    return EngineModule(checkpoint_tensors(model), config_of(model), engine, rank, tp, "cpu")
+    return EngineModule(checkpoint_tensors(model), config_of(model), EngineRank(engine, rank, tp), "cpu")
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -446,3 +446,34 @@ def test_a_stall_names_who_was_at_what(world):
     assert told.startswith(
         "version 2: engine rank a/0 failed in pause, begin or the start of the pull: no progress for 0.3 s"
     )
+
+
+def test_a_replica_whose_sync_failed_connects_again_before_the_next_one(world):
+    made = world()
+    good, bad = made.replica("good"), made.replica("bad")
+    made.good(1)
+    connects: list[str] = []
+    for one in (good, bad):
+        one.breaks["connect"] = lambda one=one: connects.append(one.name)
+    made.good(2)
+    assert connects == []
+    bad.breaks["pull"] = failing("a moment's trouble")
+    made.publish(3)
+    bad.breaks.pop("pull")
+    made.good(4)
+    assert sorted(connects) == ["bad", "good"]
+    made.good(5)
+    assert len(connects) == 2
+
+
+def test_a_replica_that_cannot_connect_again_fails_the_sync_at_once_for_every_rank(world):
+    made = world()
+    bad = made.replica("bad")
+    made.good(1)
+    bad.breaks["pull"] = failing("dead")
+    made.publish(2)
+    bad.breaks["connect"] = failing("still dead")
+    began = time.monotonic()
+    errors = made.publish(3)
+    assert all("replica 'bad' failed in connect: still dead" in str(error) for error in errors), errors
+    assert time.monotonic() - began < TIMEOUT_S

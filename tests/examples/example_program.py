@@ -19,20 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from rdt_testbed import warm
+from rdt_testbed.cluster import local_cluster, workers_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def lines(command: list[str]) -> list[dict[str, Any]]:
-    done = subprocess.run([warm.python(), *command], stdout=subprocess.PIPE, text=True)
+    python = warm.python()  # for Ray's workers and torchrun's ranks as well
+    job = json.dumps({"runtime_env": workers_environment()})
+    environment = {**os.environ, "RAY_JOB_CONFIG_JSON_ENV_VAR": job, "PYTHON_EXEC": python}
+    done = subprocess.run([python, *command], env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{command} ended with status {done.returncode}:\n{done.stdout}")
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def under_torchrun(name: str, arguments: list[str], *, vllm: bool) -> list[dict[str, Any]]:
-    from rdt_testbed.cluster import local_cluster
-
     with tempfile.TemporaryDirectory() as place, local_cluster() as cluster, ExitStack() as stack:
         if vllm:  # started once the cluster is there: with it comes the token that its members need
             url = stack.enter_context(vllm_server(Path(place)))

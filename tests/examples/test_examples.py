@@ -27,8 +27,6 @@ CLOSE = 1e-4
 def example(*arguments: str, environment: dict[str, str], fork: Warm | None) -> list[dict[str, Any]]:
     # the hook of `--setup` is found as a user's own would be
     environment = {**environment, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
-    if fork:
-        environment |= {**fork.variables, "PYTHON_EXEC": fork.python}  # Ray's workers, and torchrun's ranks
     found = run(HERE / "example_program.py", *arguments, timeout_s=300, environment=environment, fork=fork)
     lines: list[dict[str, Any]] = found["lines"]
     return lines

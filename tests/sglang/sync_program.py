@@ -95,7 +95,8 @@ class Run:
         self.results.setdefault("syncs", []).append(
             {
                 "group": self.groups, "version": self.version, "seconds": time.time() - began, "bytes": report.bytes,
-                "mode": report.mode, "verify": report.verify, "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
+                "mode": report.mode, "verify": report.verify,
+                "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
                 "said": self.client.version(deadline=time.monotonic() + 10), "changed": self.fingerprints() != before,
                 "status": [[one["version"], one["torn"], one["paused"], one["phase"]] for one in self.status()],
             }

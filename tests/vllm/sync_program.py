@@ -127,7 +127,8 @@ class Run:
         report = ray.get([trainer.publish.remote(self.version) for trainer in self.trainers], timeout=180)[0]
         found = {
             "group": self.groups, "version": self.version, "seconds": time.time() - began, "bytes": report.bytes,
-            "mode": report.mode, "verify": report.verify, "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
+            "mode": report.mode, "verify": report.verify,
+            "kinds": sorted({link.kind for link in report.links}), "phases": report.phases,
             "said": self.client.version(deadline=time.monotonic() + 10), "cache": self.client.cache,
         }  # fmt: skip
         if self.settings.get("generate", True):
@@ -152,7 +153,7 @@ class Run:
         self.results["names"] = sorted(before)
 
     def verify(self, seed: int) -> None:
-        """Digests against vLLM's own checksums: equal where its loader put that step, different for another; nothing is written."""
+        """Digests against vLLM's loader and checksums: equal where it put that step, else different; nothing is written."""
         import ray
 
         before = self.checksums()

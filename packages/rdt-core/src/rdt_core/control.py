@@ -404,7 +404,7 @@ def open_coordinator(
             else:
                 handle = ray.get_actor(name, namespace)
             ray.get(handle.current.remote(), timeout=max(deadline - time.monotonic(), _POLL_S))
-            return RayControl(group, handle)
+            return RayControl(group, handle, call_timeout_s=timeout_s)
         except ValueError:
             trouble = "no such actor"
         except ray.exceptions.RayActorError as error:

@@ -33,11 +33,14 @@ class Driver:
 
     Attributes:
         clients: by name of the replica.
+        doubted: replicas whose last sync failed: they connect again before the next one, which ends what an engine still has
+            open and costs a living one nothing else.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         self._info = dict(info)
         self.clients: dict[str, EngineClient] = {}
+        self.doubted: set[str] = set()
 
     def connect(self, control: Control, client: EngineClient, timeout_s: float) -> None:
         """Connects every rank of a replica, and checks that what the source ranks hold is taken.
@@ -62,7 +65,9 @@ class Driver:
 
     def connect_all(self, control: Control, names: Iterable[str], timeout_s: float) -> dict[str, Exception]:
         """Connects replicas again, side by side. Returns what failed, by name."""
-        return _each({name: partial(self.connect, control, self.clients[name], timeout_s) for name in names})
+        failures = _each({name: partial(self.connect, control, self.clients[name], timeout_s) for name in names})
+        self.doubted = (self.doubted - set(names)) | failures.keys()
+        return failures
 
     def connect_stale(self, control: Control, timeout_s: float) -> None:
         """Connects those replicas again that are not connected, or planned against source ranks as they are no more.

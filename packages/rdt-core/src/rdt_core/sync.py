@@ -231,6 +231,7 @@ class WeightSync:
         """Takes a replica out of the group (also one that died). The engine itself is left alone."""
         name = client if isinstance(client, str) else client.name
         self._driver.clients.pop(name, None)
+        self._driver.doubted.discard(name)
         self._control.detach(name)
 
     # --- syncs
@@ -343,6 +344,9 @@ class WeightSync:
         readable = self._publisher.readable()
         names = sorted(self._driver.clients if only is None else only) if self.rank == 0 else []
         out: dict[str, str] = {}
+        doubted = [name for name in names if name in self._driver.doubted]
+        if doubted:
+            self._connect_again(version, doubted, names, out, timeout_s, policy)
         sync, requests = self._begin(version, names, out, readable, timeout_s, policy, verify)
         phases = {"begin": time.perf_counter() - began}
         clients = [self._driver.clients[name] for name in names if name not in out]
@@ -356,6 +360,7 @@ class WeightSync:
         if failure is not None:
             outcome = self._failed(sync, "publish", failure)
             drive.abort(str(outcome))
+            self._driver.doubted.update(names)
             raise outcome from failure
         if self.rank != 0:
             report = self._control.outcome(sync, self.rank, timeout_s)
@@ -367,9 +372,11 @@ class WeightSync:
         except RdtError as error:
             drive.abort(str(error))
             self._disown(drive, error)
+            self._driver.doubted.update(names)
             raise
         self.version = version
         unreleased = drive.commit(report.failed)
+        self._driver.doubted.update((*report.failed, *unreleased))
         log.info(log_line(report))
         if unreleased:
             told = "; ".join(f"replica {name!r}: {error}" for name, error in unreleased.items())
@@ -435,16 +442,29 @@ class WeightSync:
                 if isinstance(error, CoordinatorLostError):
                     self._restore(timeout_s)
                 elif self.rank == 0:
-                    self._connect_again(version, names, out, timeout_s, policy)
+                    self._connect_again(
+                        version, [name for name in names if name not in out], names, out, timeout_s, policy
+                    )
 
     def _connect_again(
-        self, version: int, names: Sequence[str], out: dict[str, str], timeout_s: float, policy: str
+        self,
+        version: int,
+        some: Sequence[str],
+        names: Sequence[str],
+        out: dict[str, str],
+        timeout_s: float,
+        policy: str,
     ) -> None:
-        failures = self._driver.connect_all(self._control, names, timeout_s)
-        if failures and (policy == "require_all" or len(failures) == len(names)):
+        """Connects some of the replicas that shall take part again; those that cannot are out, or the sync is."""
+        try:
+            self._control.current()  # engines would only say that they could not connect
+        except CoordinatorLostError:
+            self._restore(timeout_s)
+        failures = self._driver.connect_all(self._control, some, timeout_s)
+        out.update({name: str(error) for name, error in failures.items()})
+        if failures and (policy == "require_all" or len(out) == len(names)):
             name, error = next(iter(failures.items()))
             raise self._failed(None, "connect", error, version, f"replica {name!r}") from error
-        out.update({name: str(error) for name, error in failures.items()})
 
     def _restore(self, timeout_s: float) -> None:
         """Opens a new coordinator in the place of one that died, and joins it with what this rank knows."""

@@ -1,8 +1,9 @@
-"""A named model's parameters as one tensor-parallel rank of an engine holds them, with a loader like the engines' own.
+"""A named model's parameters as one rank of an engine holds them, with a loader like the engines' own.
 
 Queries, keys and values lie in one parameter, gate and up in one, all experts of a layer in two; rows or columns are
-split over the ranks as column- and row-parallel layers split them, norms and routers are whole on every rank. For these
-models vLLM and SGLang hold the same layout and differ in names. Nothing here computes; post-load steps are not imitated.
+split over the ranks as column- and row-parallel layers split them, experts go to expert parallel ranks in stretches, layers
+to pipeline stages, norms and routers are whole. For these models vLLM and SGLang hold the same layout and differ in names and
+in uneven pipelines. Nothing here computes; post-load steps are not imitated.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from .. import wire
 from ..errors import SourceError
+from ..layout import layer_of
 from ..shapes import Config
 from .digests import Box, digest
 
@@ -24,6 +26,75 @@ _FUSED = {
 }  # fmt: skip
 _EXPERT = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0)}
 _LATENT = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRank:
+    """One rank of an engine among its others.
+
+    Attributes:
+        engine: "vllm" or "sglang".
+        rank: 0 up to `tp * pp` - 1; tensor-parallel ranks of one stage follow one another.
+        tp: tensor-parallel ranks of a stage.
+        ep: stretches that a layer's experts are split into; divides `tp`. Each is split by rows or columns over `tp / ep`
+            ranks.
+        pp: pipeline stages.
+    """
+
+    engine: str
+    rank: int = 0
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage."""
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        """Rank inside the stage."""
+        return self.rank % self.tp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that split an expert."""
+        return self.tp // self.ep
+
+    def layers(self, count: int) -> range:
+        """Decoder layers of this rank's stage, as the engine spreads `count` layers that may not divide evenly."""
+        each, rest = divmod(count, self.pp)
+        sizes = [each] * self.pp
+        for extra in range(rest):
+            # vLLM spares the last stage (and the first, if it can), SGLang gives the last ones more
+            sizes[-(extra + (2 if self.engine == "vllm" else 1))] += 1
+        first = sum(sizes[: self.stage])
+        return range(first, first + sizes[self.stage])
+
+    def experts(self, count: int) -> range:
+        """Experts of a layer that this rank holds.
+
+        Raises:
+            SourceError: `count` that `ep` does not divide.
+        """
+        if count % self.ep:
+            raise SourceError(f"{self.ep} expert parallel ranks do not divide {count} experts")
+        each = count // self.ep
+        first = self.tp_rank // self.expert_tp * each
+        return range(first, first + each)
+
+    def holds(self, name: str, config: Config) -> bool:
+        """Whether this rank holds a part of the checkpoint tensor `name`."""
+        expert = _expert(name)
+        if expert >= 0 and expert not in self.experts(config.experts):
+            return False
+        layer = layer_of(name)
+        if layer is not None:
+            return layer[1] in self.layers(config.layers)
+        first, last = self.stage == 0, self.stage == self.pp - 1
+        # where embeddings are tied the last stage needs them for its output
+        return first or (last and config.tied) if ".embed_tokens." in name else last
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +124,24 @@ class Slice:
 
 
 def plan_layout(
-    tensors: Iterable[wire.TensorMeta], config: Config, engine: str, rank: int, tp: int
+    tensors: Iterable[wire.TensorMeta], config: Config, at: EngineRank
 ) -> tuple[dict[str, tuple[tuple[int, ...], str]], tuple[Slice, ...]]:
     """Returns each parameter's shape and dtype, and the slices in checkpoint order.
 
     Args:
         tensors: of the checkpoint.
         config: their model's.
-        engine: "vllm" or "sglang".
-        rank: engine rank.
-        tp: engine ranks.
+        at: the engine rank.
 
     Raises:
-        SourceError: a size that `tp` does not divide.
+        SourceError: a size that the parallel ranks do not divide.
     """
     groups: dict[str, list[tuple[int, wire.TensorMeta, int]]] = {}
-    for meta in tensors:
-        name, order, expert = _home(meta.name, engine)
-        groups.setdefault(name, []).append((order, meta, expert))
+    held = [meta for meta in tensors if at.holds(meta.name, config)]
+    first_expert = at.experts(config.experts).start if config.experts else 0
+    for meta in held:
+        name, order, expert = _home(meta.name, at.engine)
+        groups.setdefault(name, []).append((order, meta, expert - first_expert if expert >= 0 else -1))
     parameters: dict[str, tuple[tuple[int, ...], str]] = {}
     slices: dict[str, Slice] = {}
     for name, members in groups.items():
@@ -80,13 +151,22 @@ def plan_layout(
         for _, meta, its_expert in members:
             row = row if its_expert == expert else 0
             expert = its_expert
-            axis, start, count = _part(meta, config, rank, tp)
+            if expert < 0:
+                axis, start, count = _part(meta, config, at.tp_rank, at.tp)
+            else:
+                axis, start, count = _part(meta, config, at.tp_rank % at.expert_tp, at.expert_tp)
             one = Slice(meta, name, expert, row, axis, start, count)
             slices[meta.name] = one
             row += one.shape[0]
             shape = (row, *one.shape[1:])
         parameters[name] = (shape if expert < 0 else (expert + 1, *shape), members[0][1].dtype)
-    return parameters, tuple(slices[meta.name] for meta in tensors)
+    return parameters, tuple(slices[meta.name] for meta in held)
+
+
+def _expert(name: str) -> int:
+    """Index of the expert that a checkpoint tensor belongs to, or -1."""
+    at = name.find(".experts.")
+    return -1 if at < 0 else int(name[at + 9 : name.index(".", at + 9)])
 
 
 def _home(name: str, engine: str) -> tuple[str, int, int]:
@@ -132,18 +212,16 @@ class EngineModule(torch.nn.Module):
     Args:
         tensors: of the checkpoint.
         config: their model's.
-        engine: "vllm" or "sglang".
-        rank: engine rank.
-        tp: engine ranks.
-        device: of all parameters.
+        at: the engine rank.
+        device: of all parameters; "meta" for a plan.
     """
 
-    def __init__(
-        self, tensors: Iterable[wire.TensorMeta], config: Config, engine: str, rank: int, tp: int, device: str
-    ) -> None:
+    def __init__(self, tensors: Iterable[wire.TensorMeta], config: Config, at: EngineRank, device: str) -> None:
         super().__init__()
-        parameters, slices = plan_layout(tuple(tensors), config, engine, rank, tp)
+        tensors = tuple(tensors)
+        parameters, slices = plan_layout(tensors, config, at)
         self.slices = {one.meta.name: one for one in slices}
+        self._elsewhere = {meta.name for meta in tensors} - self.slices.keys()
         self._flat: dict[str, torch.Tensor] = {}
         for name, (shape, dtype) in parameters.items():
             self._flat[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
@@ -170,6 +248,8 @@ class EngineModule(torch.nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies what this rank takes of each full checkpoint tensor to its place, as engines' loaders do."""
         for name, tensor in weights:
+            if name in self._elsewhere:
+                continue
             one = self.slices[name]
             self.part(name).copy_(tensor.narrow(one.axis, one.start, one.count))
 
