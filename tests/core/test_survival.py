@@ -477,3 +477,55 @@ def test_a_replica_that_cannot_connect_again_fails_the_sync_at_once_for_every_ra
     errors = made.publish(3)
     assert all("replica 'bad' failed in connect: still dead" in str(error) for error in errors), errors
     assert time.monotonic() - began < TIMEOUT_S
+
+
+# --- messages that come twice, or late
+
+
+def test_a_begin_that_comes_twice_or_late_changes_nothing(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    control, token = made.control(), made.syncs[0]._token
+    posted: list[tuple[Any, ...]] = []
+    post = control._post
+
+    def twice(method: str, args: tuple[Any, ...]) -> Any:
+        if method == "begin":
+            posted.append(args)
+        return post(method, args)
+
+    control._post = twice  # type: ignore[method-assign]
+    made.good(2)
+    mine = next(args for args in posted if args[1] == token)
+    with pytest.raises(SyncError, match="stale: source rank 0 has begun"):
+        post("begin", mine)(5.0)
+    made.good(3)
+    assert served(replica) == ({3}, {3.0})
+
+
+def test_an_engine_rank_that_connects_after_it_was_replaced_is_refused(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    zombie = replica.workers[0]
+    manifest = zombie.receiver._connection.manifest
+    replica.workers[0] = ModuleWorker(build, 0, 1, None, made.control, made.exchange)
+    made.syncs[0].reconnect(replica)
+    with pytest.raises(MembershipError, match="comes too late"):
+        made.control().connect(manifest)
+    made.good(2)
+    assert served(replica) == ({2}, {2.0})
+
+
+def test_replicas_are_not_attached_to_a_group_whose_coordinator_died(world):
+    made = world()
+    made.replica("a")
+    made.good(1)
+    made.kill_coordinator()
+    with pytest.raises(CoordinatorLostError, match="publish first"):
+        made.replica("b")
+    made.good(2)
+    late = made.replica("b")
+    made.good(3)
+    assert served(late) == ({3}, {3.0})

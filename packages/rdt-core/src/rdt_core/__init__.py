@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .placement import Placement as Placement
     from .replica import ModuleReplica as ModuleReplica
     from .replica import ModuleWorker as ModuleWorker
+    from .sources import CheckpointSource as CheckpointSource
     from .sources import IterableSource as IterableSource
     from .sources import ModuleSource as ModuleSource
     from .sources import Shard as Shard
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .wire import TensorMeta as TensorMeta
 
 _HOMES = {
+    "CheckpointSource": "sources",
     "ConnectInfo": "engines",
     "EngineClient": "engines",
     "EngineShape": "placement",
@@ -56,6 +58,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointSource",
     "ConnectInfo",
     "EngineClient",
     "EngineShape",

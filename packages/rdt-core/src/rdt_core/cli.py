@@ -45,6 +45,12 @@ _BENCH_EPILOG = (
     "rdt bench --model qwen3-8b --trainer fsdp:ranks=2 --engine vllm:tp=2 --device cuda --gpus together --nccl-alive"
 )
 
+_VERIFY_EPILOG = (
+    "[bold]Examples[/bold]\n\n"
+    "rdt verify --checkpoint path/to/checkpoint --vllm http://node7:8000\n\n"
+    "rdt verify --checkpoint path/to/step --sglang http://node7:30000 --dtype bfloat16 --all"
+)
+
 _SOAK_EPILOG = (
     "[bold]Examples[/bold]\n\nrdt soak\n\nrdt soak --syncs 300 --kinds prepared --mode snapshot --rejoin-every 25"
 )
@@ -188,6 +194,55 @@ def bench(
             raise typer.Exit(2) from error
         except RdtError as error:
             typer.echo(f"rdt bench failed: {type(error).__name__}: {error}", err=True)
+            raise typer.Exit(1) from error
+    raise typer.Exit(status)
+
+
+@app.command(epilog=_VERIFY_EPILOG)
+def verify(
+    checkpoint: Annotated[Path, typer.Option(metavar="FOLDER", help="Of safetensors files.")],
+    vllm: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time
+        typer.Option(metavar="URL", help="Of a vLLM server; may be given several times."),
+    ] = None,
+    sglang: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="URL", help="Of an SGLang server; may be given several times."),
+    ] = None,
+    address: Annotated[
+        str, typer.Option(help="Of the Ray cluster that the servers are in; default: RAY_ADDRESS.")
+    ] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="DTYPE", help=f"That the engine serves in, where another is stored: {', '.join(DTYPES)}."),
+    ] = "",
+    token: Annotated[str, typer.Option(help="Sent as `Authorization: Bearer TOKEN`.", envvar="RDT_TOKEN")] = "",
+    every: Annotated[bool, typer.Option("--all", help="Show equal tensors too.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Deadline of every wait, in seconds.", min=1)] = 300.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Compare running engines with a checkpoint, by digests on both sides. Nothing is moved or written.
+
+    Engines go on generating. What an engine casts, repacks or quantises when it loads cannot be compared, and is listed.
+    An engine that a trainer feeds leaves that group for this; the trainer's next publish connects it again. Exit status 1
+    says that something differs.
+    """
+    from .verifycommand import client_of, verify_checkpoint, verify_command
+
+    target = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), _terminable():
+        wanted = [("vllm", url) for url in vllm or ()] + [("sglang", url) for url in sglang or ()]
+        if not wanted or (dtype and dtype not in DTYPES):
+            what = "name at least one server" if not wanted else f"--dtype is one of {', '.join(DTYPES)}"
+            typer.echo(f"rdt verify: {what}", err=True)
+            raise typer.Exit(2)
+        try:
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            clients = [client_of(engine, url, headers) for engine, url in wanted]
+            report = verify_checkpoint(checkpoint, clients, dtype=dtype, address=address or None, timeout_s=timeout_s)
+            status = verify_command(target, report, json=json, all_rows=every)
+        except RdtError as error:
+            typer.echo(f"rdt verify failed: {type(error).__name__}: {error}", err=True)
             raise typer.Exit(1) from error
     raise typer.Exit(status)
 

@@ -18,7 +18,7 @@ from .errors import CoverageError, TransportError
 from .geometry import replay
 from .landing import Destination, Landing
 from .linking import Chunk, Program
-from .memory import Arena
+from .memory import Arena, give_back
 from .planning import Plan, Staged
 from .proofs import ReaderProof
 from .transport.base import PreparedTransfer, ReaderEndpoint
@@ -133,6 +133,7 @@ class Connection:
                 transfer.release()
         for endpoint in self.endpoints.values():
             endpoint.close()
+        give_back(self.tensors[-1])  # no transfer is left that could land there
 
     def _opened(self, chunk: Chunk) -> dict[str, torch.Tensor]:
         return {

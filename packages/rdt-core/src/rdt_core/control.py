@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ class Control(ABC):
 
     def __init__(self, group: str, *, call_timeout_s: float = 60.0, grace_s: float = 10.0) -> None:
         self.group = group
+        self._begun = itertools.count(1)
         self.call_timeout_s = call_timeout_s
         self.grace_s = grace_s
 
@@ -84,6 +86,10 @@ class Control(ABC):
         """See `Coordinator.connect`."""
         self._quick("connect", wire.encode(manifest), epoch)
 
+    def expect(self, replica: str) -> str:
+        """See `Coordinator.expect`."""
+        return str(self._quick("expect", replica))
+
     def knows(self, reader: str, incarnation: str) -> bool:
         """See `Coordinator.knows`."""
         return bool(self._quick("knows", reader, incarnation))
@@ -115,7 +121,7 @@ class Control(ABC):
     ) -> tuple[int, list[wire.ReadRequest]]:
         """See `Coordinator.begin`."""
         names = None if replicas is None else list(replicas)
-        args = (rank, token, version, names, readable, policy, timeout_s, verify)
+        args = (rank, token, version, names, readable, policy, timeout_s, verify, next(self._begun))
         sync, requests = self._call("begin", args, timeout_s + self.grace_s)
         return sync, [wire.decode(request, wire.ReadRequest) for request in requests]
 

@@ -113,6 +113,10 @@ class Coordinator:
         """
         self._syncs.lost(self._members.connect(manifest, epoch), "connect", "it connected again as another incarnation")
 
+    async def expect(self, replica: str) -> str:
+        """The driver connects a replica: returns what its engine ranks must bring, so that those of before are refused."""
+        return self._members.expect(replica)
+
     async def knows(self, reader: str, incarnation: str) -> bool:
         """Returns whether an engine rank is connected as this incarnation: not once its replica was detached."""
         return self._members.find(reader, incarnation) is not None
@@ -161,6 +165,7 @@ class Coordinator:
         policy: str,
         timeout_s: float,
         verify: str = "off",
+        attempt: int | None = None,
     ) -> tuple[int, list[bytes]]:
         """Starts a sync: returns once every source rank has begun the same version. Fails a sync that still runs.
 
@@ -175,6 +180,7 @@ class Coordinator:
                 for the others. Rank 0's word counts.
             timeout_s: for all ranks to begin.
             verify: "off", "sample" or "full": how much is compared by digests before the commit; the same on every rank.
+            attempt: greater with each begin of this rank; one that comes twice, or late, is refused and changes nothing.
 
         Returns:
             The sync's id, and each `ReadRequest` to this rank that it has not answered with an offer yet.
@@ -187,6 +193,8 @@ class Coordinator:
             WireError: more readable rounds than this rank declared.
         """
         self._members.check_token(rank, token)
+        if attempt is not None:
+            self._members.sources[rank].begins(attempt)
         record = await self._barrier.begin(rank, version, self._version, replicas, readable, policy, verify, timeout_s)
         return record.id, [wire.encode(request) for request in record.unanswered.get(rank, ())]
 

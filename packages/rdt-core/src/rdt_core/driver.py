@@ -50,7 +50,7 @@ class Driver:
             EngineError: an engine rank failed to connect.
             DeadlineError: one did not answer in time.
         """
-        info = ConnectInfo(replica=client.name, **self._info)
+        info = ConnectInfo(replica=client.name, attempt=control.expect(client.name), **self._info)
         client.connect(info, deadline=time.monotonic() + timeout_s)
         ranks = control.replica_ready(client.name, timeout_s)
         _, manifests = control.sources(timeout_s)

@@ -24,6 +24,7 @@ class ConnectInfo(Struct, frozen=True):
     kinds: tuple[str, ...]  # link kinds allowed, in order of preference
     timeout_s: float
     pack_threshold: int = 0  # bytes below which a piece is packed; 0: the kind's own default
+    attempt: str = ""  # names this connect of the replica; ranks that come with an older one are refused
     check: int = 0  # a check that runs: a rank that is connected hands in digests of what it holds, and stays connected
 
 

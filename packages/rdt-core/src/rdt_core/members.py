@@ -7,12 +7,13 @@ since.
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import wire
 from .declared import Declared
-from .errors import MembershipError, VersionError, WireError
+from .errors import MembershipError, SyncError, VersionError, WireError
 from .gates import Gate, member_name
 
 
@@ -25,6 +26,15 @@ class Source:
     status: wire.SourceStatus
     mode_reason: str
     tensors: tuple[wire.TensorMeta, ...]
+    attempt: int = 0  # greatest of its begins
+
+    def begins(self, attempt: int) -> None:
+        """Counts a begin of this rank. Raises SyncError for one that came before, or is older than one that did."""
+        if attempt <= self.attempt:
+            raise SyncError(
+                f"stale: {member_name(self.status.rank)} has begun {self.attempt} times, and this is number {attempt}"
+            )
+        self.attempt = attempt
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +78,7 @@ class Replica:
     readers: dict[int, Reader] = field(default_factory=dict)
     version: int | None = None
     torn: str = ""
+    attempt: str = ""  # the latest connect that its driver began
 
     @property
     def is_connected(self) -> bool:
@@ -145,7 +156,8 @@ class Members:
             mode=message.mode,
             rounds=message.rounds,
         )
-        self.sources[rank] = Source(token, manifest, status, message.mode_reason, message.tensors)
+        attempt = previous.attempt if previous is not None and previous.token == token else 0
+        self.sources[rank] = Source(token, manifest, status, message.mode_reason, message.tensors, attempt)
         self.joined.arrive(rank)
         if rank not in self._ever_joined:
             self._ever_joined.add(rank)
@@ -191,6 +203,11 @@ class Members:
             )
         wanted = self._wanted(message)
         replica = self.replica(message.replica)
+        if replica.attempt and message.attempt != replica.attempt:
+            raise MembershipError(
+                f"{name}, process {message.node.pid} on {message.node.hostname}, comes too late: replica {replica.name!r} of "
+                f"group {self.group!r} has been connected again since it was asked to connect"
+            )
         if replica.readers and replica.world_size != message.world_size:
             raise MembershipError(
                 f"{name} connects with a world of {message.world_size} engine ranks; replica {replica.name!r} of group "
@@ -208,6 +225,12 @@ class Members:
         replica.ready.arrive(message.reader)
         return previous
 
+    def expect(self, name: str) -> str:
+        """From now on only engine ranks that come with the name that is returned may connect for this replica."""
+        replica = self.replica(name)
+        replica.attempt = uuid.uuid4().hex
+        return replica.attempt
+
     def drop(self, replica: Replica, rank: int) -> Reader:
         """Removes an engine rank. From now on the version of its replica is unknown; a torn replica stays torn."""
         reader = replica.readers.pop(rank)
@@ -223,8 +246,13 @@ class Members:
         return self.replicas[name]
 
     def prune(self, replica: Replica) -> None:
-        """Forgets a replica that has no engine rank and that nobody waits for."""
-        if not replica.readers and not replica.ready.waiting and self.replicas.get(replica.name) is replica:
+        """Forgets a replica that has no engine rank, that nobody waits for and nobody connects."""
+        if (
+            not replica.readers
+            and not replica.attempt
+            and not replica.ready.waiting
+            and self.replicas.get(replica.name) is replica
+        ):
             del self.replicas[replica.name]
 
     def find(self, reader: str, incarnation: str) -> tuple[Replica, Reader] | None:

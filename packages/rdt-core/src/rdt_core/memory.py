@@ -20,6 +20,10 @@ from . import cudadriver
 from .errors import TransportError
 
 ALIGNMENT = 256
+#: Arenas that are registered for the life of the process, as NIXL's registrations are, and that nobody uses at the moment,
+#: by device and size. Whoever connects again wants the same sizes again: without this every time would cost their memory.
+_SPARE: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+_RETAINED: set[int] = set()  # addresses of storages that stay
 _SHM = "/dev/shm"  # where torch makes the files of shared storages
 
 
@@ -45,12 +49,15 @@ class Arena:
         self.nbytes = nbytes
         self.device = torch.device(device)
         self.used = 0
-        if self.device.type == "cpu":
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        spare = _SPARE.get((self.device, nbytes))
+        if spare:
+            self.tensor = spare.pop().zero_()
+        elif self.device.type == "cpu":
             self.tensor = _anonymous(nbytes)
         elif self.device.type == "cuda":
-            index = torch.cuda.current_device() if self.device.index is None else self.device.index
-            self.device = torch.device("cuda", index)
-            self.tensor = cudadriver.allocate(nbytes, index).tensor()
+            self.tensor = cudadriver.allocate(nbytes, self.device.index).tensor()
         else:
             raise TransportError(f"no arena can be made on device {self.device}; known: cpu, cuda")
 
@@ -80,6 +87,24 @@ class Arena:
     def free(self) -> int:
         """Bytes not handed out yet."""
         return self.nbytes - self.used
+
+
+def retain(tensor: torch.Tensor) -> None:
+    """Notes that the storage below `tensor` stays for the life of the process, because it is registered."""
+    _RETAINED.add(tensor.untyped_storage().data_ptr())
+
+
+def give_back(arena: torch.Tensor) -> None:
+    """Offers the memory of an arena to the next one of its size, if it stays anyway; else it goes away with its last user.
+
+    Args:
+        arena: `Arena.tensor`. Nobody writes or reads it from here on; what others were told of it is void.
+    """
+    if not arena.numel() or arena.untyped_storage().data_ptr() not in _RETAINED:
+        return
+    spare = _SPARE.setdefault((arena.device, arena.numel()), [])
+    if all(one.data_ptr() != arena.data_ptr() for one in spare):
+        spare.append(arena)
 
 
 def _available() -> int:

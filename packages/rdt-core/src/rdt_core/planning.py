@@ -20,7 +20,6 @@ from .columns import COLUMNS, Columns, merge, run_bytes, sort, to_rows
 from .coverage import TakenBox
 from .errors import CoverageError
 from .geometry import Box, Chain, View, chain_shape, format_chain, resolve, row_major, subtract
-from .layout import groups
 from .overlap import find_overlap
 from .pieces import Job, Pieces, intersect, padded
 from .routing import Route, Routing
@@ -138,7 +137,6 @@ class _Draft:
     """What is collected while the slices are looked at one by one."""
 
     routing: Routing
-    indices: dict[str, int]
     keys: dict[str, int]
     sizes: list[int]
     jobs: list[Job] = field(default_factory=list)
@@ -188,9 +186,6 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
         pieces = intersect(draft.jobs, routing, route)
     _check_covered(draft, pieces, routing, route)
 
-    names = groups([meta.name for meta in routing.tensors])
-    group_of = {name: index for index, members in enumerate(names) for name in members}
-    tensor_group = np.array([group_of[meta.name] for meta in routing.tensors], np.int64)
     job_tensor = np.array([job.tensor for job in draft.jobs], np.int64)
     job_destination = np.array([job.destination for job in draft.jobs], np.int64)
 
@@ -207,7 +202,7 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
         rows=rows.rows,
         row_bytes=rows.row_bytes,
         round=route.round[box],
-        group=tensor_group[job_tensor[job]],
+        group=routing.tensor_group[job_tensor[job]],
     )
     first_slice = np.array(draft.job_slices, np.int64)[job]
     _check_destinations(columns, first_slice, slices, draft, route)
@@ -215,10 +210,10 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
     last_round = np.zeros(len(draft.jobs), np.int64)
     np.maximum.at(last_round, pieces.job, route.round[pieces.box])
     staged = tuple(
-        _staged(slices[number], view, draft, draft.jobs[job], group_of, int(last_round[job]))
+        _staged(slices[number], view, draft, draft.jobs[job], int(last_round[job]))
         for number, job, view in draft.replays
     )
-    return _finish(merge(sort(columns)), draft, staged, names, slices)
+    return _finish(merge(sort(columns)), draft, staged, slices)
 
 
 def _look_at(
@@ -233,18 +228,17 @@ def _look_at(
     keys = [key for key in destinations if key in used]
     draft = _Draft(
         routing=routing,
-        indices={meta.name: index for index, meta in enumerate(routing.tensors)},
         keys={key: index for index, key in enumerate(keys)},
         sizes=[int(destinations[key].nbytes) for key in keys],
     )
     views: dict[tuple[tuple[int, ...], Chain], tuple[View, tuple[int, ...] | None]] = {}
     for number, part in enumerate(slices):
-        tensor = draft.indices.get(part.name)
+        tensor = routing.indices.get(part.name)
         if tensor is None:
             raise CoverageError(
                 f"{route.reader} wants {part.name!r} for {part.destination!r}, but no source rank declares it; "
-                f"closest of {len(draft.indices)} names: "
-                + (", ".join(get_close_matches(part.name, draft.indices, 3, 0)) or "none")
+                f"closest of {len(routing.indices)} names: "
+                + (", ".join(get_close_matches(part.name, routing.indices, 3, 0)) or "none")
             )
         if part.destination not in draft.keys:
             raise CoverageError(f"{route.reader}: {part.name!r} lands in {part.destination!r}, which is no destination")
@@ -360,7 +354,7 @@ def _check_destinations(columns: Columns, owner: Array, slices: Sequence[Slice],
         )
 
 
-def _staged(part: Slice, view: View, draft: _Draft, job: Job, group_of: Mapping[str, int], last_round: int) -> Staged:
+def _staged(part: Slice, view: View, draft: _Draft, job: Job, last_round: int) -> Staged:
     return Staged(
         name=part.name,
         box=view.box,
@@ -374,7 +368,7 @@ def _staged(part: Slice, view: View, draft: _Draft, job: Job, group_of: Mapping[
         target_shape=part.shape,
         target_strides=part.strides,
         target_dtype=part.dtype,
-        group=group_of[part.name],
+        group=int(draft.routing.tensor_group[job.tensor]),
         round=last_round,
     )
 
@@ -383,7 +377,6 @@ def _finish(
     columns: Columns,
     draft: _Draft,
     staged: tuple[Staged, ...],
-    names: tuple[tuple[str, ...], ...],
     slices: Sequence[Slice],
 ) -> Plan:
     tensors = draft.routing.tensors
@@ -396,14 +389,14 @@ def _finish(
     boxes = sorted({(job.tensor, job.box.offset, job.box.shape) for job in draft.jobs})
     destinations = tuple(draft.keys)
     head = {
-        "tensors": [(meta.name, meta.shape, meta.dtype) for meta in tensors],
         "destinations": list(zip(destinations, draft.sizes, strict=True)),
         "staged": [repr(entry) for entry in staged],
-        "groups": names,
         "taken": taken,
         "copies": len(columns),
     }
     digest = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
+    for text in draft.routing.described.values():
+        digest.update(text.encode())
     for name in COLUMNS:
         digest.update(np.ascontiguousarray(getattr(columns, name), "<i8").tobytes())
     return Plan(
@@ -411,7 +404,7 @@ def _finish(
         destinations=destinations,
         destination_nbytes=tuple(draft.sizes),
         staged=staged,
-        groups=names,
+        groups=draft.routing.groups,
         taken=taken,
         taken_boxes=tuple((tensor, Box(offset, shape)) for tensor, offset, shape in boxes),
         nbytes=int(nbytes.sum()),

@@ -19,7 +19,7 @@ from . import versions, wire
 from .contents import Buckets, Contents, Declaration, Live, Snapshot
 from .errors import SourceError, TransportError
 from .linking import PACK_REGION, request_digest
-from .memory import Allocations, Arena, fingerprint, settle
+from .memory import Allocations, Arena, fingerprint, give_back, settle
 from .modes import MODES, choose_mode
 from .proofs import OwnerProof
 from .sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource
@@ -195,6 +195,8 @@ class Publisher:
         for request in requests:
             tables.check_request(request, self._held, self.rounds)
             old = self._served.pop(request.reader, None)
+            if old is not None and old.arena is not None:
+                give_back(old.arena.tensor)
             arena = Arena(request.pack_bytes, self.device) if request.pack_bytes else None
             metas: tuple[wire.RegionMeta, ...] = ()
             regions = dict(self._regions)
@@ -219,7 +221,6 @@ class Publisher:
                 )
             refs.append(list(endpoint.offer(request.transfers, regions)))
             self._served[request.reader] = served
-            del old
             offers.append(
                 wire.LinkOffer(
                     reader=request.reader,
@@ -327,10 +328,15 @@ class Publisher:
 
     def close(self) -> None:
         """Releases what links hold. Idempotent."""
+        arenas = [served.arena for served in self._served.values()]
+        arenas += [region.keep for region in self._regions.values() if isinstance(region.keep, Arena)]
         self._served.clear()
         self._proof = None
         for endpoint in self._endpoints:
             endpoint.close()
+        for arena in arenas:
+            if arena is not None:
+                give_back(arena.tensor)
 
 
 def _boxes(shards: Sequence[Shard]) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

@@ -92,8 +92,11 @@ class Receiver:
 
     # ------------------------------------------------------------------ set-up
 
-    def connect(self) -> wire.EngineManifest:
+    def connect(self, attempt: str = "") -> wire.EngineManifest:
         """Reads the manifests, traces the loaders, plans, and posts the read requests. Again after an epoch: replaces all.
+
+        Args:
+            attempt: the connect of the replica that this answers (`ConnectInfo.attempt`).
 
         Raises:
             CoverageError: something the engine wants has no owner, or copies overlap.
@@ -157,6 +160,7 @@ class Receiver:
             digest=plan.digest,
             nbytes=plan.nbytes,
             taken=tuple(plan.taken),
+            attempt=attempt,
             boxes=tuple(
                 wire.TakenBox(tensor=tensor, offset=box.offset, shape=box.shape) for tensor, box in plan.taken_boxes
             ),

@@ -61,7 +61,7 @@ class ModuleWorker:
             return
         if self.receiver is not None:
             try:
-                self.receiver.connect()
+                self.receiver.connect(info.attempt)
                 return
             except CoordinatorLostError:
                 if isinstance(self._control, Control):
@@ -73,7 +73,7 @@ class ModuleWorker:
             world_size=self.world_size, device=device, kinds=info.kinds, timeout_s=info.timeout_s,
             pack_threshold=info.pack_threshold, exchange=self._exchange,
         )  # fmt: skip
-        receiver.connect()
+        receiver.connect(info.attempt)
         self.receiver = receiver
 
     def _find(self, info: ConnectInfo) -> Control:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import RdtError
-from .wire import LinkReport, SyncReport
+from .wire import CheckReport, LinkReport, SyncReport
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,6 +112,37 @@ def table(reports: Iterable[SyncReport]) -> Table:
             kinds,
         )
     return result
+
+
+def check_table(report: CheckReport, *, all_rows: bool = False) -> Table:
+    """Returns a table of a comparison without a sync: what differs or cannot be compared, or every tensor.
+
+    Args:
+        report: of the comparison.
+        all_rows: also tensors that are equal.
+    """
+    from rich.table import Table
+
+    result = Table(title=f"{report.group} against {', '.join(report.replicas) or 'no replica'}")
+    for heading in ("tensor", "replica", "state", "MB compared", "where"):
+        result.add_column(heading, justify="right" if heading == "MB compared" else "left", overflow="fold")
+    for tensor in report.tensors:
+        if all_rows or tensor.state != "equal":
+            style = "bold red" if tensor.state == "differs" else ""
+            result.add_row(
+                tensor.name, tensor.replica, tensor.state, f"{tensor.bytes / 1e6:.3f}", tensor.detail, style=style
+            )
+    return result
+
+
+def check_summary(report: CheckReport) -> str:
+    """Returns a comparison in one line: how many tensors are in which state, and what it cost."""
+    count = Counter(tensor.state for tensor in report.tensors)
+    told = ", ".join(f"{count[state]} {state}" for state in ("equal", "differs", "not comparable", "not taken"))
+    return (
+        f"{told}; {report.bytes / 1e9:.3f} GB compared in {report.seconds:.2f} s ({rate(report.bytes, report.seconds):.2f} "
+        f"GB/s)"
+    )
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

@@ -7,8 +7,10 @@ boxes that overlap without being equal, and elements that nobody holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from math import prod
 
@@ -17,6 +19,7 @@ import numpy as np
 from .declared import merge
 from .errors import CoverageError
 from .geometry import Box, subtract
+from .layout import groups
 from .wire import DTYPE_BYTES, MAX_BYTES, NodeMeta, SourceManifest, TensorMeta
 
 Array = np.ndarray
@@ -135,6 +138,35 @@ class Routing:
 
         item = np.array([DTYPE_BYTES[meta.dtype] for meta in self.tensors], np.int64)
         self._nbytes = self._shape.prod(axis=1) * item[self._tensor] if len(order) else np.zeros(0, np.int64)
+
+    # what every plan needs of the whole model, made once however many readers are planned for
+
+    @cached_property
+    def indices(self) -> Mapping[str, int]:
+        """Positions in `tensors`, by name."""
+        return {meta.name: index for index, meta in enumerate(self.tensors)}
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the checkpoint tensors by group; see `layout.groups`."""
+        return groups([meta.name for meta in self.tensors])
+
+    @cached_property
+    def tensor_group(self) -> Array:
+        """[T] int64: index of each tensor's group."""
+        found = np.zeros(len(self.tensors), np.int64)
+        for group, members in enumerate(self.groups):
+            found[[self.indices[name] for name in members]] = group
+        return found
+
+    @cached_property
+    def described(self) -> Mapping[str, str]:
+        """JSON of `tensors` and `groups`, for digests."""
+        tensors = [(meta.name, meta.shape, meta.dtype) for meta in self.tensors]
+        return {
+            key: json.dumps(value, separators=(",", ":"))
+            for key, value in (("tensors", tensors), ("groups", self.groups))
+        }
 
     def owners(self, tensor: int) -> list[tuple[Box, tuple[int, ...]]]:
         """The boxes of tensor number `tensor` and, for each, the ranks that hold it in ascending order."""

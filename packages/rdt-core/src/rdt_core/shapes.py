@@ -1,13 +1,17 @@
-"""Checkpoint tensors of named models, from their published configurations: names, shapes and dtype, no weights.
+"""Checkpoint tensors of models from their published configurations: names, shapes and dtype, no weights.
 
-For benchmarks and plans of models that are not at hand. Names are those of the Hugging Face checkpoints, experts one by
-one; the layers for multi-token prediction that some checkpoints carry are left out, and what is published in float8 is
-given in the dtype that it is trained in.
+For benchmarks and plans of models that are not at hand, by name or by the `config.json` of their checkpoint. Names are those
+of the Hugging Face checkpoints, experts one by one; the layers for multi-token prediction that some checkpoints carry are left
+out, and what is published in float8 is given in the dtype that it is trained in. Families that are not known are refused.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from .errors import SourceError
 from .wire import TensorMeta
@@ -99,6 +103,72 @@ def config_of(model: str, layers: int = 0) -> Config:
     return replace(config, layers=layers) if layers else config
 
 
+#: what configurations of a family do not say, by `model_type`
+_FAMILIES: dict[str, dict[str, bool]] = {
+    "llama": {}, "mistral": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}, "qwen3_moe": {"qk_norm": True},
+    "glm4_moe": {"router_bias": True}, "deepseek_v3": {"router_bias": True}, "kimi_k2": {"router_bias": True},
+}  # fmt: skip
+#: names of `Config`'s fields in a Hugging Face configuration; the first that is there counts
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers",), "hidden": ("hidden_size",), "intermediate": ("intermediate_size",),
+    "heads": ("num_attention_heads",), "kv_heads": ("num_key_value_heads", "num_attention_heads"),
+    "vocabulary": ("vocab_size",), "head_dim": ("head_dim",), "tied": ("tie_word_embeddings",), "qk_norm": ("use_qk_norm",),
+    "experts": ("num_experts", "n_routed_experts"), "expert_intermediate": ("moe_intermediate_size",),
+    "shared": ("n_shared_experts",), "dense_layers": ("first_k_dense_replace",), "q_lora": ("q_lora_rank",),
+    "kv_lora": ("kv_lora_rank",), "nope_dim": ("qk_nope_head_dim",), "rope_dim": ("qk_rope_head_dim",),
+    "value_dim": ("v_head_dim",),
+}  # fmt: skip
+_REQUIRED = ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocabulary")
+
+
+def read_config(path: Path) -> Config:
+    """Reads the `config.json` of a checkpoint.
+
+    Args:
+        path: of the file, or of its folder.
+
+    Raises:
+        SourceError: no such file, no JSON, a family or a form of it that is not known here, or a number that is missing.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise SourceError(f"no configuration can be read from {str(file)!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise SourceError(f"{file} holds no configuration")
+    if isinstance(found.get("text_config"), dict) and "num_hidden_layers" not in found:
+        found = {**found, **found["text_config"]}
+    kind = found.get("model_type")
+    if kind not in _FAMILIES:
+        raise SourceError(f"{file}: model_type {kind!r} is not known here; known: {', '.join(_FAMILIES)}")
+    fields: dict[str, Any] = {}
+    for name, keys in _FIELDS.items():
+        value = next((found[key] for key in keys if found.get(key) is not None), None)
+        if value is None and name in _REQUIRED:
+            raise SourceError(f"{file} has no {' or '.join(keys)}, which decides the shapes")
+        if value is not None:
+            fields[name] = value
+    if kind == "glm4_moe":
+        fields["qkv_bias"] = bool(found.get("attention_bias"))
+    fields |= _FAMILIES[kind]
+    fields["head_dim"] = 0 if fields.get("kv_lora") else fields.get("head_dim", fields["hidden"] // fields["heads"])
+    _refuse_unusual(file, kind, found, fields)
+    return Config(**fields)
+
+
+def _refuse_unusual(file: Path, kind: str, found: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Refuses forms of the known families that have other tensors."""
+    wrong = [f"{key}={found[key]}" for key in ("decoder_sparse_step", "moe_layer_freq") if found.get(key, 1) != 1]
+    wrong += [f"{key}={found[key]}" for key in ("mlp_only_layers", "mlp_bias") if found.get(key)]
+    if found.get("attention_bias") and kind != "glm4_moe":
+        wrong.append("attention_bias=true")
+    if fields.get("kv_lora") and not fields.get("q_lora"):
+        wrong.append("latent attention without q_lora_rank")
+    if wrong:
+        raise SourceError(f"{file}: {', '.join(wrong)}: such a {kind} has tensors that are not known here")
+
+
 def checkpoint_tensors(model: str, dtype: str = "bfloat16", layers: int = 0) -> tuple[TensorMeta, ...]:
     """Returns the checkpoint tensors of a named model, in checkpoint order.
 
@@ -110,7 +180,11 @@ def checkpoint_tensors(model: str, dtype: str = "bfloat16", layers: int = 0) -> 
     Raises:
         SourceError: see `config_of`.
     """
-    config = config_of(model, layers)
+    return tensors_of(config_of(model, layers), dtype)
+
+
+def tensors_of(config: Config, dtype: str = "bfloat16") -> tuple[TensorMeta, ...]:
+    """Returns the checkpoint tensors of a configuration, in checkpoint order; see `checkpoint_tensors`."""
     tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (config.vocabulary, config.hidden))]
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}"

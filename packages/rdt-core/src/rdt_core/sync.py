@@ -219,8 +219,16 @@ class WeightSync:
 
     def _add(self, client: EngineClient, timeout_s: float | None) -> None:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            if not self._is_lost:
+                self._control.current()
+        except CoordinatorLostError:
+            self._is_lost = True
         if self._is_lost:
-            self._restore(timeout_s)
+            raise CoordinatorLostError(
+                f"replica {client.name!r} cannot be connected: the coordinator of group {self.group!r} died, and the other "
+                "source ranks join a new one with their next publish; publish first (detach replicas that died as well)"
+            )
         self._driver.connect(self._control, client, timeout_s)
         serves = {one.name: one.version for one in self._control.status().replicas}
         if self.version is not None and serves.get(client.name) != self.version:
@@ -232,7 +240,10 @@ class WeightSync:
         name = client if isinstance(client, str) else client.name
         self._driver.clients.pop(name, None)
         self._driver.doubted.discard(name)
-        self._control.detach(name)
+        try:
+            self._control.detach(name)
+        except CoordinatorLostError:  # the next one knows only who joins it
+            self._is_lost = True
 
     # --- syncs
 

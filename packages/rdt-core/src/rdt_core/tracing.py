@@ -133,11 +133,18 @@ def trace(
     recorder = _Recorder(destinations, on_write)
     offered: list[str] = []
 
+    place = torch.device(device)
+    # a model has few geometries and many tensors; made before torch's modes are on, which see every tensor that is made
+    twins = {
+        key: torch.empty(key[0], dtype=dtypes[key[1]], device="meta")
+        for key in dict.fromkeys((meta.shape, meta.dtype) for meta in tensors)
+    }
+
     def offer() -> Iterator[tuple[str, torch.Tensor]]:
         for meta in tensors:
             offered.append(meta.name)
-            twin = torch.empty(meta.shape, dtype=dtypes[meta.dtype], device="meta")
-            yield meta.name, StandIn.make(recorder, Origin(meta.name, meta.dtype), twin, torch.device(device))
+            origin = Origin(meta.name, meta.dtype)
+            yield meta.name, StandIn.make(recorder, origin, twins[(meta.shape, meta.dtype)], place)
 
     try:
         with torch.no_grad(), _inline_executors(), _Functions(recorder), _Writes(recorder):

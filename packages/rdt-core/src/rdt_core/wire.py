@@ -179,6 +179,7 @@ class EngineManifest(Struct, frozen=True):
     taken: tuple[str, ...]  # names that this rank takes at least a part of
     requests: tuple[ReadRequest, ...]
     boxes: tuple[TakenBox, ...] = ()  # what it takes of each
+    attempt: str = ""  # the connect of its replica that it answers
 
     @property
     def reader(self) -> str:

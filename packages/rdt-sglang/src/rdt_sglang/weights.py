@@ -135,9 +135,10 @@ class SchedulerWeights:
         }
 
     def _connect(self, info: ConnectInfo, selector: str, who: str) -> EngineManifest:
+        attempt, info = info.attempt, msgspec.structs.replace(info, attempt="")
         if self._receiver is not None and (self._info, self._selector) == (info, selector):
             try:
-                return self._receiver.connect()
+                return self._receiver.connect(attempt)
             except (SyncError, DeadlineError) as error:
                 log.info("%s: the group that this rank was connected to is gone (%s); it connects anew", who, error)
         ensure_ray(info.address or None, info.namespace)
@@ -158,7 +159,7 @@ class SchedulerWeights:
             timeout_s=info.timeout_s,
             pack_threshold=info.pack_threshold,
         )
-        manifest = receiver.connect()
+        manifest = receiver.connect(attempt)
         self._receiver, self._info, self._selector = receiver, info, selector
         return manifest
 

@@ -46,6 +46,7 @@ class RdtInitInfo(WeightTransferInitInfo):
         kinds: link kinds allowed, in order of preference.
         timeout_s: seconds, deadline of every single wait.
         pack_threshold: bytes below which a piece is packed; 0: the kind's own default.
+        attempt: names this connect of the replica; a rank that comes with an older one is refused.
         check: id of a check that runs: digests of what this rank holds are handed in, and nothing is connected; 0: connect.
     """
 
@@ -56,6 +57,7 @@ class RdtInitInfo(WeightTransferInitInfo):
     kinds: list[str] = field(default_factory=lambda: list(DEFAULT_KINDS))
     timeout_s: float = 60.0
     pack_threshold: int = 0
+    attempt: str = ""
     check: int = 0
 
 
@@ -220,7 +222,7 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
             timeout_s=info.timeout_s,
             pack_threshold=info.pack_threshold,
         )
-        receiver.connect()
+        receiver.connect(info.attempt)
         self._receiver = receiver
 
     def _update(self, info: RdtUpdateInfo | None, error: Exception | None) -> None:

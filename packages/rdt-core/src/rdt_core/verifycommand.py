@@ -1,0 +1,82 @@
+"""The command line's side of `rdt verify`: a checkpoint on disk against engines that are running.
+
+The checkpoint joins a group of its own as the only source rank, the engines are attached, both sides digest, and all leave.
+Nothing is moved or written. An engine that a trainer feeds is connected to it again by the trainer's next publish.
+"""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .engines import EngineClient
+from .errors import EngineError
+from .report import check_summary, check_table
+from .sources.checkpoint import CheckpointSource
+from .sync import WeightSync
+from .wire import CheckReport, to_json
+
+_WIDTH = 160
+#: where the client of each engine is
+_CLIENTS = {"vllm": ("rdt_vllm.clients", "VllmHttpEngine"), "sglang": ("rdt_sglang.clients", "SglangHttpEngine")}
+
+
+def client_of(engine: str, url: str, headers: dict[str, str]) -> EngineClient:
+    """Returns the client of a server. Raises EngineError where its adapter is not installed."""
+    module, name = _CLIENTS[engine]
+    try:
+        made: EngineClient = getattr(importlib.import_module(module), name)(url, headers=headers)
+    except ImportError as error:
+        raise EngineError(f"engine {engine!r} needs its adapter: pip install rdt-{engine} ({error})") from error
+    return made
+
+
+def verify_checkpoint(
+    folder: Path, clients: Sequence[EngineClient], *, dtype: str, address: str | None, timeout_s: float
+) -> CheckReport:
+    """Compares engines with a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        clients: of the engines, all in the Ray cluster.
+        dtype: in which floating-point tensors are compared; empty: as they are stored.
+        address: of the Ray cluster; None: RAY_ADDRESS.
+        timeout_s: deadline of each wait.
+
+    Raises:
+        RdtError: the checkpoint cannot be read, or an engine cannot be reached.
+    """
+    kind = getattr(torch, dtype) if dtype else None
+    names = [meta.name for meta in CheckpointSource(folder).metadata()]
+    source = CheckpointSource(folder, dtype=kind, ignored=names)
+    sync = WeightSync.join(
+        f"verify-{uuid.uuid4().hex[:8]}", source=source, rank=0, world_size=1, mode="bucket", address=address,
+        timeout_s=timeout_s,
+    )  # fmt: skip
+    try:
+        for client in clients:
+            sync.attach(client)
+        return sync.verify()
+    finally:
+        for client in clients:
+            sync.detach(client)
+        sync.leave()
+
+
+def verify_command(target: Any, report: CheckReport, *, json: bool, all_rows: bool) -> int:
+    """Prints a report to `target`. Returns the exit status: 1 if anything differs, else 0."""
+    if json:
+        target.write(to_json(report) + "\n")
+    else:
+        from rich.console import Console
+
+        out = Console(file=target, width=None if target.isatty() else _WIDTH)
+        out.print(check_table(report, all_rows=all_rows))
+        out.print(check_summary(report), highlight=False)
+    target.flush()
+    return 0 if report.is_equal else 1
