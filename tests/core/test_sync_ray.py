@@ -76,8 +76,11 @@ class Trainer:
             )
         self.optimizer.step()
 
-    def publish(self, version: int):
-        return self.sync.publish(version)
+    def publish(self, version: int, verify: str = "off"):
+        return self.sync.publish(version, verify=verify)
+
+    def verify(self):
+        return self.sync.verify()
 
     def full(self) -> dict[str, torch.Tensor]:
         return {name: parameter.full_tensor().detach().clone() for name, parameter in self.model.named_parameters()}
@@ -113,15 +116,20 @@ def test_three_syncs_are_exact(trainers, mode, kind):
     workers = [ray.remote(ModuleWorker).options(num_cpus=0, enable_tensor_transport=True).remote(build_served)]
     try:
         ray.get(trainers[0].attach.remote(workers))
-        for version in (1, 2, 3):
+        for version, verify in enumerate(("off", "sample", "full"), start=1):
             ray.get([trainer.step.remote(version) for trainer in trainers])
-            reports = ray.get([trainer.publish.remote(version) for trainer in trainers])
+            reports = ray.get([trainer.publish.remote(version, verify) for trainer in trainers])
             want = ray.get([trainer.full.remote() for trainer in trainers])[0]
             have = ray.get(workers[0].state.remote())
             assert want.keys() == have.keys()
             assert all(torch.equal(want[name], have[name]) for name in want)
             assert {link.kind for link in reports[0].links} == {kind}
             assert reports[0].bytes == sum(value.nbytes for value in want.values())
+            assert reports[0].verify == verify
+        checked = ray.get([trainer.verify.remote() for trainer in trainers])
+        assert checked[0] == checked[1]
+        assert {tensor.state for tensor in checked[0].tensors} == {"equal"}
+        assert checked[0].bytes == reports[0].bytes
         coordinator = ray.get_actor(f"rdt.{group}", "rdt")
         imported = ray.get(coordinator.__ray_call__.remote(lambda _: set(sys.modules) & {"torch", "nixl"}))
         assert not imported, "importing them takes a fresh process long enough to be felt in the first sync"

@@ -143,9 +143,22 @@ class Run:
         errors["abort"] = raised(lambda: healed.abort(900, "enough", deadline=soon()))
         results["unchanged"] = healed.version(deadline=soon()) == self.version
         self.sync(healed, 41)
+        results["verified"] = [self.verify(seed) for seed in (41, 42)]
         self.trainers.all("leave")
         self.torn()
         results["imported"] = self.trainers.imported("sglang")
+
+    def verify(self, seed: int) -> dict[str, Any]:
+        """`rdt verify` of the server and the checkpoint of a step: exit status and the state of each tensor."""
+        folder = self.folder / f"step{seed}"
+        models.save(self.trainers.model(seed), folder)
+        command = ["-m", "rdt_core.cli", "verify", "--checkpoint", str(folder), "--sglang", self.url, "--json"]
+        done = subprocess.run(
+            [warm.python(), *command, "--address", self.address, "--token", KEY],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        states = {one["name"]: one["state"] for one in json.loads(done.stdout)["tensors"]} if done.stdout else {}
+        return {"status": done.returncode, "states": states, "told": done.stderr[-2000:]}
 
     def torn(self) -> None:
         """A sync that fails half-way, a request right after it, and the sync that heals."""

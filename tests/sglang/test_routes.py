@@ -37,6 +37,11 @@ def assert_exact(found: dict[str, Any], ranks: int) -> None:
     assert found["retract"]["error"] < 1e-3
     assert found["in_place"]["error"] > 1e-2
     assert found["unchanged"]
+    right, wrong = found["verified"]
+    assert right["status"] == 0, right["told"]
+    assert set(right["states"].values()) == {"equal"}
+    assert wrong["status"] == 1, wrong["told"]
+    assert list(wrong["states"].values()).count("differs") > 10
     errors = found["errors"]
     assert "no sync is running" in errors["pull"]
     assert errors["abort"] == "nothing"

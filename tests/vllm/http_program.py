@@ -78,7 +78,13 @@ def main(folder: Path, address: str) -> dict[str, Any]:
         models.save(models.build("qwen3", seed=12), folder / "step")
         post(url, "collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder / "step")}})
         results["equals_loader"] = checksums(url) == results["syncs"][-1]["sums"]
+        results["syncs"][-1]["after"] = results["syncs"][-1]["sums"]
         results["differ"] = results["syncs"][0].pop("sums") != results["syncs"][1].pop("sums")
+
+        results["verified"] = [verify(folder / step, url, address) for step in ("step", "start")]
+        # the trainer's next publish connects the replica again
+        ray.get([trainer.publish.remote(2) for trainer in trainers], timeout=120)
+        results["after_verify"] = [client.version(deadline=soon()), checksums(url) == results["syncs"][-1]["after"]]
 
         client.begin(900, deadline=soon())
         results["errors"]["pull"] = program.raised(lambda: client.pull(900, deadline=soon()))
@@ -113,6 +119,25 @@ def main(folder: Path, address: str) -> dict[str, Any]:
         log.close()
     results["errors"]["gone"] = program.raised(lambda: client.health(deadline=soon()))
     return results
+
+
+def verify(folder: Path, url: str, address: str) -> dict[str, Any]:
+    """`rdt verify` of the server and a checkpoint: exit status and the state of each tensor."""
+    command = [
+        "-m",
+        "rdt_core.cli",
+        "verify",
+        "--checkpoint",
+        str(folder),
+        "--vllm",
+        url,
+        "--address",
+        address,
+        "--json",
+    ]
+    done = subprocess.run([warm.python(), *command], capture_output=True, text=True, timeout=120, check=False)
+    states = {one["name"]: one["state"] for one in json.loads(done.stdout)["tensors"]} if done.stdout else {}
+    return {"status": done.returncode, "states": states, "told": done.stderr[-2000:]}
 
 
 def soon() -> float:

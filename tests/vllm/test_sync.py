@@ -77,15 +77,15 @@ def test_every_group_is_exact(found):
 
 def test_digests_agree_with_vllms_own_checksums(found):
     equal, trained, loaded = found["verified"]["found"]
-    assert set(equal.values()) <= {"equal", "not taken"}
-    assert list(equal.values()).count("equal") > 10
-    # norms are ones in every step: what vLLM's own checksums call the same is called so here
-    assert {name for name, state in trained.items() if state == "differs"} == {
-        name for name, state in loaded.items() if state == "differs"
-    }
-    differ = [name for name, state in loaded.items() if state == "differs"]
-    assert all(any(part in name for name in differ) for part in ("embed_tokens", "q_proj", "down_proj"))
-    assert not any(name.endswith(("q_proj.weight", "down_proj.weight")) for name in found["verified"]["same"])
+    # vLLM repacks linear layers on a CPU; its own checksums do not see those either
+    assert set(equal.values()) <= {"equal", "not comparable", "not taken"}
+    compared = {name for name, state in equal.items() if state == "equal"}
+    assert any("input_layernorm" in name for name in compared)
+    assert compared == {name for name, state in trained.items() if state == "differs"}
+    assert compared == {name for name, state in loaded.items() if state == "differs"}
+    same = {name.rpartition(":")[2] for name in found["verified"]["same"]}
+    assert same
+    assert not same & compared
     assert not found["verified"]["written"]
 
 
@@ -181,6 +181,14 @@ def test_a_server_outside_the_cluster_over_http(warm_vllm):
     assert [entry["said"] for entry in found["syncs"]] == [1, 2]
     assert found["differ"]
     assert found["equals_loader"]
+    right, wrong = found["verified"]
+    assert right["status"] == 0, right["told"]
+    assert wrong["status"] == 1, wrong["told"]
+    # vLLM repacks linear layers on a CPU
+    norms = {name for name in right["states"] if "norm" in name}
+    assert {right["states"][name] for name in norms} == {"equal"}
+    assert {wrong["states"][name] for name in norms} == {"differs"}
+    assert found["after_verify"] == [2, True]
     assert found["last"] == 3
     errors = found["errors"]
     assert "no sync is running" in errors["pull"]

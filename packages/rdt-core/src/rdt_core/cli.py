@@ -19,6 +19,7 @@ import typer
 
 from .demo.options import DTYPES, LINKS, MODES, DemoOptions, OptionError
 from .errors import RdtError
+from .wire import VERIFY
 
 LOG_WIDTH = 160
 
@@ -139,6 +140,9 @@ def bench(
             metavar="LIST", help="What is packed at its owner: default, direct, packed, or rows below a size."
         ),
     ] = "default",
+    verify: Annotated[
+        str, typer.Option(metavar="LIST", help="What is compared by digests: off, sample, full.")
+    ] = "off",
     peers: Annotated[
         str, typer.Option(metavar="none|all|LIST", help="Other designs beside: broadcast, gather, disk, objects.")
     ] = "none",
@@ -180,6 +184,7 @@ def bench(
                 modes=read.names(modes, MODES, "--modes"),
                 kinds=read.names(kinds, read.KINDS, "--kinds"),
                 packs=tuple(dict.fromkeys(part.strip() for part in pack.split(","))),
+                verifies=read.names(verify, VERIFY, "--verify"),
                 rounds=rounds,
                 peer_rounds=peer_rounds,
                 expandable=expandable,

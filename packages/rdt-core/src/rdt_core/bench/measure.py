@@ -84,9 +84,9 @@ class _Run:
     def all(self) -> BenchReport:
         one = self.options
         try:
-            for kind, pack, mode in itertools.product(one.kinds, one.packs, one.modes):
-                cell = Cell(mode=mode, kind=kind, pack=pack)
-                done = self._piece(f"mode {mode}, links {kind}, {pack}", cell, self._cell)
+            for kind, pack, mode, verify in itertools.product(one.kinds, one.packs, one.modes, one.verifies):
+                cell = Cell(mode=mode, kind=kind, pack=pack, verify=verify)
+                done = self._piece(f"mode {mode}, links {kind}, {pack}, verify {verify}", cell, self._cell)
                 self.report = msgspec.structs.replace(self.report, cells=(*self.report.cells, done))
             for name in one.peers:
                 row = self._piece(f"peer {name}", PeerRow(name=name), self._peer)
@@ -126,6 +126,7 @@ class _Run:
         kinds = DEFAULT_KINDS if cell.kind == "auto" else (cell.kind,)
         settings = {
             "timeout_s": one.timeout_s, "pack_threshold": pack_bytes(cell.pack), "bucket_bytes": one.bucket_bytes,
+            "verify": cell.verify,
         }  # fmt: skip
         if one.collectives:
             one_gpu_each(fleet.placement.sources, "source ranks with collectives")

@@ -41,6 +41,7 @@ class BenchOptions:
             one of both), "shared" (all on one GPU), "auto" (separate where there are two, else shared).
         modes, kinds, packs: what is combined; a pack is "default" (the kind's own threshold), "direct" (nothing is
             packed), "packed" (everything that can be) or a number of bytes.
+        verifies: how much of each sync is compared by digests; combined as well: "off", "sample", "full".
         peers: names out of `PEERS`.
         rounds, peer_rounds: syncs after the first, for each combination and for each peer.
         expandable: whether trainers allocate with expandable segments.
@@ -60,6 +61,7 @@ class BenchOptions:
     modes: tuple[str, ...] = MODES[1:]
     kinds: tuple[str, ...] = DEFAULT_KINDS
     packs: tuple[str, ...] = ("default",)
+    verifies: tuple[str, ...] = ("off",)
     peers: tuple[str, ...] = ()
     rounds: int = 5
     peer_rounds: int = 3

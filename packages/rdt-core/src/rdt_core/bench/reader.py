@@ -18,10 +18,11 @@ from ..errors import EngineError
 from ..memory import settle
 from ..replica import ModuleWorker
 from ..shapes import Config
+from . import layouts
 from .collectives import Group, make_group
 from .digests import Box, collect
 from .floors import Loan, Scratch
-from .layouts import EngineModule, EngineRank
+from .layouts import EngineModule
 from .peers import Taker
 
 
@@ -54,7 +55,7 @@ class EngineRank(ModuleWorker):
         timeout_s: float,
     ) -> None:
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
-        self.layout = EngineModule(tensors, config, EngineRank(engine, rank, tp), str(self.device))
+        self.layout = EngineModule(tensors, config, layouts.EngineRank(engine, rank, tp), str(self.device))
         super().__init__(lambda: self.layout, rank, tp, _load)
         self._scratch = Scratch(self.device)
         self._taker = Taker(self.layout, tensors, self.device, timeout_s)

@@ -34,7 +34,7 @@ class Cell(wire.Struct, frozen=True):
     """One measured way of syncing.
 
     Attributes:
-        mode, kind, pack: publish mode, link kind and packing, as asked for.
+        mode, kind, pack, verify: publish mode, link kind, packing and digests, as asked for.
         used_mode: that the trainer chose.
         used_kinds: of the links that were made.
         collectives: whether the trainer's own collectives ran at the same time.
@@ -55,6 +55,7 @@ class Cell(wire.Struct, frozen=True):
     mode: str
     kind: str
     pack: str = "default"
+    verify: str = "off"
     used_mode: str = ""
     used_kinds: tuple[str, ...] = ()
     collectives: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,7 @@ def _progress(options: BenchOptions) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
-    pieces = len(options.modes) * len(options.kinds) * len(options.packs) + len(options.peers)
+    pieces = math.prod(map(len, (options.modes, options.kinds, options.packs, options.verifies))) + len(options.peers)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting Ray", total=pieces)
@@ -112,7 +113,7 @@ def _cells(report: BenchReport) -> Any:
     )
     _columns(
         made,
-        ("mode", "links", "pack"),
+        ("mode", "links", "pack", "verify"),
         ("first ms", "p50 ms", "p95 ms", "MB", "GB/s", "copy ms", "span ms", "nixl ms", "ratio", "exact"),
     )
     for cell in report.cells:
@@ -120,6 +121,7 @@ def _cells(report: BenchReport) -> Any:
             cell.mode if cell.used_mode in ("", cell.mode) else f"{cell.mode}: {cell.used_mode}",
             cell.kind if cell.used_kinds in ((), (cell.kind,)) else f"{cell.kind}: {', '.join(cell.used_kinds)}",
             cell.pack,
+            cell.verify,
         )
         if cell.error:
             made.add_row(*head, _short(cell.error))
@@ -147,7 +149,9 @@ def _phases(report: BenchReport) -> Any:
     trainer = list(dict.fromkeys(name for cell in report.cells for name in cell.phases if name != "total"))
     reader = list(dict.fromkeys(name for cell in report.cells for name in cell.reader_phases))
     made = Table(title="where the time goes, p50 in ms: the trainer's phases, the slowest reader's (r:), MB a rank")
-    _columns(made, ("mode", "links", "pack"), (*trainer, *(f"r:{name}" for name in reader), "sent", "received"))
+    _columns(
+        made, ("mode", "links", "pack", "verify"), (*trainer, *(f"r:{name}" for name in reader), "sent", "received")
+    )
     for cell in report.cells:
         if cell.error:
             continue
@@ -155,6 +159,7 @@ def _phases(report: BenchReport) -> Any:
             cell.mode,
             cell.kind,
             cell.pack,
+            cell.verify,
             *(_ms(cell.phases[name]) if name in cell.phases else "" for name in trainer),
             *(_ms(cell.reader_phases[name]) if name in cell.reader_phases else "" for name in reader),
             " ".join(f"{nbytes / 1e6:.1f}" for nbytes in cell.sent),

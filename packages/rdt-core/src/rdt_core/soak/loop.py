@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import psutil
 
 from ..demo.local import cluster
 from ..errors import DeadlineError, SyncError
@@ -69,7 +70,8 @@ class _Soak:
         import ray
 
         self.options = options
-        make = {"num_cpus": 0, "max_concurrency": 2, "enable_tensor_transport": True}
+        # Ray keeps a record of every task in its GCS, up to some 100,000: that would be taken for growth
+        make = {"num_cpus": 0, "max_concurrency": 2, "enable_tensor_transport": True, "enable_task_events": False}
         self.ranks = [ray.remote(SoakRank).options(**make).remote(rank, options) for rank in range(options.ranks)]
         self.workers = [ray.remote(SoakWorker).options(**make).remote(rank, options) for rank in range(options.workers)]
         self.series: dict[str, dict[str, list[float]]] = {}
@@ -92,7 +94,9 @@ class _Soak:
             raise error.cause if isinstance(error.cause, Exception) else SyncError(f"soak: {what}: {error}") from error
 
     def _join(self) -> None:
-        self.mode = self._get([rank.join.remote("soak") for rank in self.ranks], "join")[0]
+        # another name each time: the coordinator of the one before may still be ending
+        group = f"soak-{self.rejoins}"
+        self.mode = self._get([rank.join.remote(group) for rank in self.ranks], "join")[0]
         self._get([self.ranks[0].attach.remote(self.workers)], "attach")
 
     def _leave(self) -> None:
@@ -141,8 +145,13 @@ class _Soak:
             zip(handles, self._get([handle.held.remote() for handle in handles.values()], "held"), strict=True)
         )
         held["driver"] = measure()
-        self._seen = self._seen or processes()
-        held.update({name: measure(pid) for name, pid in self._seen.items()})
+        try:
+            held.update({name: measure(pid) for name, pid in self._seen.items()})
+        except (psutil.NoSuchProcess, FileNotFoundError):  # a coordinator ends with its group
+            self._seen.clear()
+        if not self._seen:
+            self._seen = processes()
+            held.update({name: measure(pid) for name, pid in self._seen.items()})
         for name, one in held.items():
             self._note(name, msgspec.structs.asdict(one))
 

@@ -100,6 +100,7 @@ class Registry:
                 f"{what} ({tensor.numel()} bytes on {tensor.device}) cannot be registered: {error}"
             ) from error
         _KEPT[address] = tensor
+        memory.retain(tensor)
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether the storage below `tensor` was added."""
