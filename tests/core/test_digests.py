@@ -19,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rdt_core import digests
-from rdt_core.digests import BLOCK_BYTES, PAGE_BYTES, PAGE_KEYS, WORD_KEYS, Blocks, Digester, cut, launches
+from rdt_core.blocks import BLOCK_BYTES, PAGE_BYTES, PAGE_KEYS, WORD_KEYS, Blocks, cut, lengths
+from rdt_core.digestcuda import launches
+from rdt_core.digests import Digester
 from rdt_core.errors import TransportError
 
 pytestmark = pytest.mark.unit
@@ -260,7 +262,7 @@ def interpret() -> None:
             table, owners = torch.from_numpy(launch.table), torch.from_numpy(launch.owners)
             digestkernel.launch(table, owners, words, pages, result, launch.width, launch.flat)
             kinds.add((launch.width, launch.flat))
-        found = result.numpy().view(np.uint64) + digests._lengths(blocks.nbytes)
+        found = result.numpy().view(np.uint64) + lengths(blocks.nbytes)
         assert np.array_equal(found, wanted), f"seed {seed}"
     assert kinds == {(width, flat) for width in (16, 4, 2, 1) for flat in (True, False)}, kinds
     print("equal")

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rdt_core import verifying, wire
-from rdt_core.digests import Blocks, Digester
+from rdt_core.blocks import Blocks
+from rdt_core.digests import Digester
 from rdt_core.errors import RdtError, TransportError
 from rdt_core.geometry import Box, chain_shape, row_major
 from rdt_core.landing import Destination

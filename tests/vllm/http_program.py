@@ -38,6 +38,7 @@ def sync_program() -> Any:
 def main(folder: Path, address: str) -> dict[str, Any]:
     import ray
 
+    from rdt_core.control import open_coordinator
     from rdt_core.engines import ConnectInfo
     from rdt_vllm import VllmHttpEngine
 
@@ -90,9 +91,11 @@ def main(folder: Path, address: str) -> dict[str, Any]:
         results["errors"]["pull"] = program.raised(lambda: client.pull(900, deadline=soon()))
         results["errors"]["abort"] = program.raised(lambda: client.abort(900, "enough", deadline=soon()))
         VllmHttpEngine(url).begin(901, deadline=soon())  # a driver that goes away
+        control = open_coordinator("http", create=False, timeout_s=30.0)
         info = ConnectInfo(
-            group="http", replica="http", namespace="rdt", address=address, kinds=("mapped", "prepared"), timeout_s=30.0
-        )
+            group="http", replica="http", namespace="rdt", address=address, kinds=("mapped", "prepared"), timeout_s=30.0,
+            attempt=control.expect("http"),
+        )  # fmt: skip
         results["errors"]["connect"] = program.raised(lambda: client.connect(info, deadline=soon()))
         results["errors"]["no_group"] = program.raised(
             lambda: client.connect(

@@ -259,6 +259,7 @@ def failures(run: Run) -> None:
     """Everything that can go wrong in the order of calls; after each of them a whole sync must work again."""
     import ray
 
+    from rdt_core.control import open_coordinator
     from rdt_core.engines import ConnectInfo
     from rdt_vllm import VllmRayEngine
 
@@ -284,21 +285,27 @@ def failures(run: Run) -> None:
     sync(33)
 
     # drivers that die in the middle, and one that comes after them
-    info = ConnectInfo(
-        group=f"group{run.groups}",
-        replica=client.name,
-        namespace="rdt",
-        address="",
-        kinds=("mapped", "prepared", "ray"),
-        timeout_s=30.0,
-    )
+    control = open_coordinator(f"group{run.groups}", create=False, timeout_s=30.0)
+
+    def connect(one: Any) -> None:
+        info = ConnectInfo(
+            group=f"group{run.groups}",
+            replica=client.name,
+            namespace="rdt",
+            address="",
+            kinds=("mapped", "prepared", "ray"),
+            timeout_s=30.0,
+            attempt=control.expect(client.name),
+        )
+        one.connect(info, deadline=soon())
+
     for name, leave_open in {
         "open": lambda lost: lost.begin(903, deadline=soon()),
         "pull": lambda lost: (lost.begin(904, deadline=soon()), raised(lambda: lost.pull(904, deadline=soon()))),
         "finish": lambda lost: (lost.begin(905, deadline=soon()), raised(lambda: lost.finish(905, deadline=soon()))),
     }.items():
         leave_open(VllmRayEngine(server, name=client.name))
-        errors[f"lost_{name}"] = raised(lambda: VllmRayEngine(server, name=client.name).connect(info, deadline=soon()))
+        errors[f"lost_{name}"] = raised(lambda: connect(VllmRayEngine(server, name=client.name)))
         sync(34)
 
     errors["bad_update"] = raised(lambda: ray.get(server.start_weight_update.remote())) + raised(

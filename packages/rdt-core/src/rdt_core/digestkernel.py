@@ -1,7 +1,7 @@
 """The Triton kernel behind `digests`: every program instance digests a tile, a few pages of one block, given by address.
 
-Import it late: it needs Triton, which comes with torch's CUDA builds alone. It trusts its tables; `digests` makes them
-and refuses blocks outside their memory. Digests of a block's tiles are added up, in any order, to the same value.
+Import it late: it needs Triton, which comes with torch's CUDA builds alone. It trusts its tables; `digestcuda` makes them
+from blocks that `digests` has checked. Digests of a block's tiles are added up, in any order, to the same value.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def digest_tiles(
     FLAT: tl.constexpr,
     COUNT: tl.constexpr,
 ) -> None:
-    """Adds the digest of one tile to that of its block; see `digests.Launch` for the tables."""
+    """Adds the digest of one tile to that of its block; see `digestcuda.Launch` for the tables."""
     program = tl.program_id(0)
     block = table + 8 * tl.load(owners + program).to(tl.int64)
     address, pitch = tl.load(block), tl.load(block + 1)
@@ -107,7 +107,7 @@ def launch(
     """Queues the digests on the current stream of the current device, whose memory all arguments are.
 
     Args:
-        table: int64 [blocks, 8]; see `digests.Launch`.
+        table: int64 [blocks, 8]; see `digestcuda.Launch`.
         owners: int32 [tiles].
         word_keys: int32 [2, 512].
         page_keys: int32 [1024, 2].

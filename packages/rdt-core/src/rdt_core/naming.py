@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import wire
-from .digests import Blocks
+from .blocks import Blocks
 from .geometry import Box
 
 #: blocks whose elements are looked at one by one for a message

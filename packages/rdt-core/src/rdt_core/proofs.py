@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from . import wire
-from .digests import Blocks, Digester
+from .blocks import Blocks
+from .digests import Digester
 from .linking import Program
 from .naming import Names, describe_blocks
 from .verifying import Array, LinkBlocks, choose, landed, link_blocks, packed, unique

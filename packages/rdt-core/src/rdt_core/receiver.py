@@ -88,6 +88,8 @@ class Receiver:
         # waits until the coordinator took the account
         self._taken: Callable[[], dict[int, list[int]]] | None = None
         self._sync: int | None = None
+        # a pull broke off: transfers may be in flight, or disagree with their owners; the next connect makes all links anew
+        self._is_doubted = False
         self._landed: int | None = None  # version whose bytes are in the model, in part or whole, and not committed
 
     # ------------------------------------------------------------------ set-up
@@ -105,7 +107,7 @@ class Receiver:
             VersionError: the other side runs what cannot work with this one.
         """
         epoch, manifests = self.control.sources(self.timeout_s)
-        known = self._connection
+        known = None if self._is_doubted else self._connection
         if known is not None and known.epoch == epoch and self.control.knows(self.name, known.manifest.incarnation):
             return known.manifest
         mine = versions.check_local(need_nixl=any(kind in ("prepared", "ray") for kind in self.kinds))
@@ -167,6 +169,7 @@ class Receiver:
             requests=requests,
         )
         self.control.connect(declared, epoch)
+        self._is_doubted = False
         self._connection = Connection(epoch, declared, sources, plan, program, destinations, endpoints, tensors)
         log.info(
             "%s connected to group %s: %d tensors, %.3f GB a sync, %d chunks, links %s",
@@ -228,6 +231,7 @@ class Receiver:
                 phases["verify"] = proof.seconds
             self._taken = self.control.done(report, sync, digests, timeout_s)
         except Exception as error:
+            self._is_doubted = True
             self.abort(version, f"version {version} failed half-way: {str(error) or repr(error)}")
             self._report_failure(sync, "pull", error)
             raise
@@ -345,6 +349,7 @@ class Receiver:
             self.landing.finish()
             settle(self.device)
         except Exception as error:
+            self._is_doubted = True
             self.abort(version, f"version {version} failed in its last step: {error}")
             self._report_failure(sync, "verify" if isinstance(error, VerifyError) else "finish", error)
             raise

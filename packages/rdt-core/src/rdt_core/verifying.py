@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import wire
-from .digests import MOST_BLOCKS, Blocks, cut
+from .blocks import MOST_BLOCKS, Blocks, cut
 from .errors import RdtError, TransportError
 from .linking import PACK_REGION, Program, take
 from .transport import tables
