@@ -259,7 +259,7 @@ def test_best_effort_goes_on_without_a_replica_that_fails(world, step):
     if step == "connect":
         made.all(lambda sync: sync._publisher.manifest)
         made.models[1] = build()
-        made.syncs[1]._source.__init__(made.models[1])  # its parameters moved: every replica plans again
+        made.syncs[1]._publisher._source.__init__(made.models[1])  # its parameters moved: every replica plans again
     if step in ("pause", "begin"):
         setattr(bad, step, lambda *args, **options: failing("it is dead")())
     else:

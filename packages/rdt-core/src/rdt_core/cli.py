@@ -18,7 +18,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from .demo.options import DTYPES, LINKS, MODES, DemoOptions, OptionError
-from .errors import RdtError
+from .errors import RdtError, SourceError
 from .wire import VERIFY
 
 LOG_WIDTH = 160
@@ -54,6 +54,14 @@ _VERIFY_EPILOG = (
 
 _SOAK_EPILOG = (
     "[bold]Examples[/bold]\n\nrdt soak\n\nrdt soak --syncs 300 --kinds prepared --mode snapshot --rejoin-every 25"
+)
+
+
+_PLAN_EPILOG = (
+    "[bold]Examples[/bold]\n\n"
+    "rdt plan --model qwen3-8b --trainer fsdp:ranks=8 --engine vllm:tp=2,replicas=4\n\n"
+    "rdt plan --model kimi-k2 --trainer megatron:tp=8,pp=8,ep=32,ranks=256 --engine sglang:tp=32,ep=32,replicas=4 "
+    "--picture plan.png"
 )
 
 
@@ -293,6 +301,67 @@ def soak(
             typer.echo(f"rdt soak failed: {type(error).__name__}: {error}", err=True)
             raise typer.Exit(1) from error
     raise typer.Exit(status)
+
+
+@app.command(epilog=_PLAN_EPILOG)
+def plan(
+    model: Annotated[str, typer.Option(metavar="NAME|PATH", help="A known model, or a checkpoint's config.json.")],
+    trainer: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            help="fsdp:ranks=N[,replicas=M][,fused=1], or megatron:ranks=N with tp, pp, ep, etp, vpp, first, last.",
+        ),
+    ] = "fsdp:ranks=8",
+    engine: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="vllm or sglang, with :tp=N,ep=N,pp=N,replicas=N.")
+    ] = "vllm:tp=1",
+    layers: Annotated[int, typer.Option(help="Keep only so many decoder layers; 0 keeps all.", min=0)] = 0,
+    cluster: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time
+        typer.Option(
+            metavar="FILE",
+            help="The machines, as JSON; default: nodes of 8 GPUs, NVLink 450 GB/s a GPU and direction, 8 NICs of 50 GB/s.",
+        ),
+    ] = None,
+    placement: Annotated[
+        str, typer.Option(help="separate: engines on nodes of their own; together: on the trainer's GPUs.")
+    ] = "separate",
+    mode: Annotated[str, typer.Option(metavar="MODE", help="Publish mode: live, snapshot.")] = "live",
+    landing: Annotated[
+        str,
+        typer.Option(help="in_place: straight into parameters; ring: through receive buffers and a post-load step."),
+    ] = "in_place",
+    simulate: Annotated[bool, typer.Option("--simulate", help="Execute the plan in a simulation as well.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and no progress.")] = False,
+    picture: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time
+        typer.Option(metavar="FILE", help="A PNG of bytes by NIC, and of times."),
+    ] = None,
+) -> None:
+    """Say what a sync would move, where, and how long it would take. Needs no GPU and starts nothing.
+
+    The model's configuration and the layouts on both sides go through the real planner. Times are predictions for the
+    machines described: see docs/plan.md for what they leave out.
+    """
+    from .plan import read_cluster, read_options
+    from .plan.show import plan_command
+
+    target = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), _terminable():
+        try:
+            machines = read_cluster(cluster)
+            options = read_options(
+                model, trainer, engine, layers=layers, cluster=machines, placement=placement, mode=mode, landing=landing,
+                simulate=simulate,
+            )  # fmt: skip
+            plan_command(target, options, as_json=json, picture=picture)
+        except (OptionError, SourceError) as error:
+            typer.echo(f"rdt plan: {error}", err=True)
+            raise typer.Exit(2) from error
+        except RdtError as error:
+            typer.echo(f"rdt plan failed: {type(error).__name__}: {error}", err=True)
+            raise typer.Exit(1) from error
 
 
 def _demo_json(options: DemoOptions, target: Any) -> None:

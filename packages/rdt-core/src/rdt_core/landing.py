@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from .errors import EngineError
 from .memory import whole
 from .tracing import Destinations, Trace, trace
 from .wire import TensorMeta
@@ -106,8 +107,27 @@ class ModuleLanding:
         self.module = module
         self.torn: str | None = None
         self._load = load_weights or self._copy_by_name
-        self._targets = Destinations.of(module)
+        self._find()
+
+    def _find(self) -> None:
+        self._targets = Destinations.of(self.module)
         self._storages = {key: storage_bytes(tensor) for key, tensor in self._targets.items()}
+
+    def _check_found(self) -> None:
+        """Raises EngineError where the module has other memory than it had: bytes would land where nobody looks."""
+        now = Destinations.of(self.module)
+        moved = [
+            key
+            for key, storage in self._storages.items()
+            if key not in now or now[key].untyped_storage().data_ptr() != storage.data_ptr()
+        ]
+        moved += [key for key in now if key not in self._storages]
+        if moved:
+            shown = ", ".join(map(repr, moved[:8])) + (f" and {len(moved) - 8} more" if len(moved) > 8 else "")
+            raise EngineError(
+                f"parameters or buffers of the served module are not where they were when it was connected: {shown}; "
+                f"they were replaced or moved. The replica finds them when it is connected again, as the next publish does"
+            )
 
     def _copy_by_name(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         own = dict(self.module.named_parameters(remove_duplicate=False)) | dict(
@@ -119,7 +139,8 @@ class ModuleLanding:
                     own[name].data.copy_(tensor)
 
     def trace(self, tensors: Sequence[TensorMeta]) -> Trace:
-        """See `Landing.trace`."""
+        """See `Landing.trace`. From here on the module's memory is where it is now."""
+        self._find()
         return trace(self._load, tensors, self._targets)
 
     def destinations(self) -> Mapping[str, Destination]:
@@ -130,7 +151,8 @@ class ModuleLanding:
         }
 
     def begin(self) -> None:
-        """See `Landing.begin`."""
+        """See `Landing.begin`. Raises EngineError where the module's memory was replaced since `trace`."""
+        self._check_found()
         self.torn = "a sync is running"
 
     def open(self, modules: Iterable[str], memory: Mapping[str, torch.Tensor]) -> None:
@@ -144,7 +166,8 @@ class ModuleLanding:
         """See `Landing.close`: a plain module has no post-load step."""
 
     def finish(self) -> None:
-        """See `Landing.finish`."""
+        """See `Landing.finish`. Raises EngineError as `begin` does."""
+        self._check_found()
         self.torn = None
 
     def abort(self, reason: str) -> None:
