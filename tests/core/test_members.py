@@ -227,6 +227,14 @@ def test_states_of_a_replica() -> None:
 def test_impossible_messages_are_refused() -> None:
     group = Members(GROUP, 2)
     with pytest.raises(WireError, match="does not decode"):
-        group.join(b"\x00", token(0))
+        group.join(wire.sealed(b"\x00"), token(0))
+    whole = wire.encode(source(0, 2))
+    for at in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[at] ^= 4
+        with pytest.raises(WireError, match="damaged or cut"):
+            group.join(bytes(damaged), token(0))
+    with pytest.raises(WireError, match="damaged or cut"):
+        group.join(whole[:-1], token(0))
     with pytest.raises(WireError, match="outside its world"):
         group.connect(wire.encode(engine("a", 3, 2)), None)

@@ -101,8 +101,11 @@ def cut(rows: Array, row_bytes: Array, limit: int = BLOCK_BYTES) -> Cuts:
         limit: bytes of a block at most.
 
     Raises:
-        TransportError: more blocks than any model has.
+        TransportError: a copy without bytes, or more blocks than any model has.
     """
+    if (rows < 1).any() or (row_bytes < 1).any():
+        at = int(np.flatnonzero((rows < 1) | (row_bytes < 1))[0])
+        raise TransportError(f"copy {at} to be verified has {int(rows[at])} rows of {int(row_bytes[at])} bytes")
     wide = row_bytes > limit
     height = np.where(wide, 1, np.minimum(limit // np.maximum(row_bytes, 1), rows))
     across = np.where(wide, -(-row_bytes // limit), 1)

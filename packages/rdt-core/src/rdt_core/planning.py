@@ -87,7 +87,8 @@ class Plan:
     """The byte copies of one engine rank.
 
     Attributes:
-        columns: the copies, sorted by round, group, source, destination and destination offset.
+        columns: the copies, sorted by round, group, source, destination and destination offset. Groups come in an order of
+            the reader's own, so that readers are not all at the owners of the same layers at once.
         destinations: keys of the trace's destinations that are written, then of the staging destinations.
         destination_nbytes: size of each.
         staged: the slices that are replayed.
@@ -213,7 +214,25 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
         _staged(slices[number], view, draft, draft.jobs[job], int(last_round[job]))
         for number, job, view in draft.replays
     )
-    return _finish(merge(sort(columns)), draft, staged, slices)
+    return _finish(merge(sort(columns, _turns(len(routing.groups), route.reader_index))), draft, staged, slices)
+
+
+def _turns(groups: int, reader: int) -> Array:
+    """[groups] when a reader comes to each group: reader 0 in the order of the model, others in a scattered one of their own.
+
+    Owners of some layers serve all readers at once where these walk through the model together, while the others' links
+    are idle. An order that is only rotated would make readers meet for good that meet once.
+    """
+    if reader == 0:
+        return np.arange(groups)
+    # splitmix64: the same on every machine and in every version of numpy
+    mixed = np.arange(groups, dtype=np.uint64) + np.uint64(1) + np.uint64(reader % (1 << 32)) * np.uint64(1 << 24)
+    with np.errstate(over="ignore"):
+        mixed = mixed * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    return np.argsort(np.argsort(mixed, kind="stable"), kind="stable")
 
 
 def _look_at(

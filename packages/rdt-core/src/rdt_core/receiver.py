@@ -278,7 +278,9 @@ class Receiver:
             if step.scatter is not None:
                 step.scatter.run()
             if proof is not None:
+                spent = proof.seconds
                 proof.take(step.number)  # while everything lies where it landed: a module that closes uses it up
+                waited += proof.seconds - spent  # a phase of its own
             for run in step.replays:
                 run()
             for module in step.chunk.closes:

@@ -78,6 +78,10 @@ def link_blocks(request: wire.ReadRequest, manifest: wire.SourceManifest) -> Lin
         rounds.append(np.full(len(copies), one.round, np.int64))
     copies = _join(parts)
     of_transfer, of_round = _concatenate(transfer), _concatenate(rounds)
+    if len(copies) and min(int(column.min()) for column in (copies.source_offset, copies.source_pitch)) < 0:
+        raise TransportError(
+            f"{request.reader} asks source rank {request.source} for bytes before the start of a region"
+        )
     segment = _at_shards(copies, of_round, manifest)
     cuts = cut(segment.rows, segment.row_bytes)
     parent = segment.parent[cuts.parent]
@@ -123,7 +127,7 @@ def _at_shards(copies: Copies, rounds: Array, manifest: wire.SourceManifest) -> 
     begin = key[len(starts) :] * stretch + copies.source_offset
     first = np.searchsorted(line, begin, side="right")
     # the end of what may be cut; never past the stretch, whatever the table says
-    reach = np.minimum(length.astype(np.float64) * step, float(stretch)).astype(np.int64)
+    reach = np.clip(length.astype(np.float64) * step, 0.0, float(stretch)).astype(np.int64)
     last = np.searchsorted(line, begin + reach, side="left")
     count = np.maximum(last - first, 0)
     if float(count.sum(dtype=np.float64)) > MOST_BLOCKS:

@@ -2,11 +2,13 @@
 
 Sizes are bytes, offsets inside regions are bytes, strides are elements of the shard's own dtype. Unknown fields are
 ignored, so that a newer minor version can talk to an older one; another major version is refused by `versions`.
-No weights travel in these messages. `decode` refuses what does not fit the struct and what is impossible inside it.
+No weights travel in these messages, but they say where weights lie: a seal shows that none was damaged. `decode` refuses
+what was, what does not fit the struct and what is impossible inside it.
 """
 
 from __future__ import annotations
 
+import zlib
 from math import prod
 from typing import Any, Literal, TypeVar, get_args
 
@@ -259,27 +261,36 @@ class CheckReport(Struct, frozen=True):
 
 T = TypeVar("T")
 
+_SEAL_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode(message: Any) -> bytes:
-    """Returns `message` as msgpack."""
-    return _encoder.encode(message)
+    """Returns `message` as sealed msgpack."""
+    return sealed(_encoder.encode(message))
+
+
+def sealed(packed: bytes) -> bytes:
+    """Returns bytes with their CRC-32 behind them, by which `decode` sees that none was damaged on the way."""
+    return packed + zlib.crc32(packed).to_bytes(_SEAL_BYTES, "little")
 
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Reads one message.
 
     Args:
-        data: msgpack, at most `MAX_MESSAGE_BYTES`.
+        data: sealed msgpack, at most `MAX_MESSAGE_BYTES`.
         kind: the struct (or a list of one) that is expected.
 
     Raises:
-        WireError: too large, not msgpack, a missing or mistyped field, or values that are impossible.
+        WireError: too large, damaged, not msgpack, a missing or mistyped field, or values that are impossible.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
+    data, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+    if zlib.crc32(data).to_bytes(_SEAL_BYTES, "little") != seal:
+        raise WireError(f"a message that should be {kind}, of {len(data)} bytes, was damaged or cut on the way")
     decoder = _decoders.setdefault(kind, msgspec.msgpack.Decoder(kind))
     try:
         message = decoder.decode(data)

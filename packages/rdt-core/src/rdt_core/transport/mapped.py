@@ -14,11 +14,10 @@ import os
 import warnings
 from typing import Any
 
-import msgspec
 import torch
 
 from .. import cudadriver, memory, wire
-from ..errors import TransportError
+from ..errors import TransportError, WireError
 from .base import Copies, PreparedTransfer, Region
 from .copying import CopyProgram, Engine
 from .direct import MemoryTransfer, stream_for
@@ -138,8 +137,8 @@ class MappedReader:
         if not meta.mapped:
             raise TransportError(f"{where} was not exported for mapping")
         try:
-            mapping = msgspec.msgpack.decode(meta.mapped, type=_Mapping)
-        except msgspec.DecodeError as error:
+            mapping = wire.decode(meta.mapped, _Mapping)
+        except WireError as error:
             raise TransportError(f"{where}: what describes the mapping does not decode: {error}") from error
         if mapping.boot_id != self._node.boot_id:
             raise TransportError(
@@ -256,8 +255,8 @@ def _cannot_reach(mine: str, theirs: str, region: wire.RegionMeta) -> str | None
         return None if reachable else "the two have no peer access"
     # the owner's GPU is hidden from this process (CUDA_VISIBLE_DEVICES), so that only opening its memory can tell
     try:
-        mapping = msgspec.msgpack.decode(region.mapped, type=_Mapping)
+        mapping = wire.decode(region.mapped, _Mapping)
         cudadriver.open_exported(mapping.handle, mapping.offset, mapping.nbytes, seen[mine])
-    except (TransportError, msgspec.DecodeError) as error:
+    except (TransportError, WireError) as error:
         return f"this process does not see the owner's, and mapping it failed: {error}"
     return None
