@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from rdt_core.errors import DeadlineError, RdtError, TornReplicaError
+from rdt_core.naming import Names
 from rdt_core.report import log_line
+from rdt_core.verifying import link_blocks
 from rdt_testbed.halves import Elsewhere, Group, value
 
 pytestmark = pytest.mark.unit
@@ -164,6 +166,9 @@ def test_a_wrong_pack_is_found_because_the_original_is_digested(group, mode: str
     made = group(mode=mode, pack_threshold=1 << 20, verify="full")
     made.publish(1)
     publisher = made.syncs[1]._publisher
+    request = publisher._served["a/0"].request
+    link = link_blocks(request, publisher.manifest)
+    (first,) = Names(publisher.manifest).tensors(link.blocks, 0, 0)  # what the arena starts with
     right = publisher._pack
 
     def wrong(number: int) -> None:
@@ -175,7 +180,7 @@ def test_a_wrong_pack_is_found_because_the_original_is_digested(group, mode: str
     publisher._pack = wrong
     text = str(made.fails(2)[0])
     assert text.startswith("version 2: a/0 failed in verify: what it received of source rank 1 ")
-    assert ": 'embed' rows " in text
+    assert f": {publisher.manifest.tensors[first].name!r} rows " in text
     publisher._pack = right
     made.publish(3)
     made.serves(3)

@@ -17,6 +17,7 @@ from rdt_core.landing import Destination
 from rdt_core.linking import PACK_REGION, Program, make_program, request_digest
 from rdt_core.naming import Names, describe, describe_blocks
 from rdt_core.planning import Plan, make_plan
+from rdt_core.proofs import OwnerProof
 from rdt_core.routing import Routing
 from rdt_core.tracing import Slice
 from rdt_core.transport import tables
@@ -300,6 +301,35 @@ def test_a_program_of_another_request_is_refused() -> None:
     source = next(iter(one.links))
     with pytest.raises(TransportError, match=rf"of source rank {source} in .* copies, but its request says \d+ bytes"):
         landed(one.links[source], other.program, source)
+
+
+NUMBERS = st.one_of(st.integers(-3, 40), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**31, 2**40, 2**62]))
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.tuples(st.integers(-1, 2), *[NUMBERS] * 4), max_size=4), st.lists(st.tuples(*[NUMBERS] * 6), max_size=2)
+)
+def test_requests_that_lie_are_refused_or_digested_inside_the_regions(reads, packs) -> None:
+    tensors = [wire.TensorMeta(name=f"w{index}", shape=(5, 3), dtype="float32") for index in range(2)]
+    shards = [wire.ShardMeta(index, (0, 0), (5, 3), 0, 64 * index, (3, 1)) for index in range(2)]
+    one = manifest(0, 1, tensors, shards, {0: 130, 1: 7})
+    transfer = wire.Transfer(
+        chunk=0, round=0, count=len(reads), columns=np.array(reads, "<i8").T.tobytes(),
+        pack_count=len(packs), pack_columns=np.array(packs, "<i8").T.tobytes(),
+    )  # fmt: skip
+    request = wire.ReadRequest(
+        reader="r/0", incarnation="", source=0, kind="local", digest="", pack_bytes=0, transfers=(transfer,)
+    )
+    memory = {0: torch.zeros(130, dtype=torch.uint8), 1: torch.zeros(7, dtype=torch.uint8)}
+    try:
+        tables.check_request(request, 120, 1)
+        proof = OwnerProof(one, memory, [request])
+    except TransportError:
+        return
+    proof.start("full", 1)
+    proof.take(0)
+    assert set(proof.digests()) == {"r/0"}
 
 
 def test_modes_are_known() -> None:

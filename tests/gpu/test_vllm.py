@@ -28,7 +28,7 @@ def test_checksums_equal_the_trainers_and_no_address_changes(tmp_path: Path) -> 
             str(tmp_path),
             "--every",
             "--cells",
-            "live:mapped,live:prepared,snapshot:mapped",
+            "live:mapped:full,live:prepared,snapshot:mapped:sample",
         ],
         capture_output=True,
         text=True,

@@ -39,17 +39,18 @@ class Trainer:
         with torch.device("cuda"):
             self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
-    def join(self, mode: str, kinds: tuple[str, ...]) -> str:
+    def join(self, mode: str, kinds: tuple[str, ...], verify: str) -> str:
         from rdt_core.sources import ModuleSource
         from rdt_core.sync import WeightSync
 
         self.sync = WeightSync.join(
-            f"gpu-{mode}-{kinds[0]}",
+            f"gpu-{mode}-{kinds[0]}-{verify}",
             source=ModuleSource(self.model),
             rank=0,
             world_size=1,
             mode=mode,
             kinds=kinds,
+            verify=verify,
             timeout_s=120,
         )
         return self.sync.mode
@@ -159,10 +160,11 @@ def main() -> int:
         addresses = ray.get(server.collective_rpc.remote("addresses"))
         version = 0
         for cell in arguments.cells.split(","):
-            mode, kind = cell.split(":")
-            entry: dict = {"mode": mode, "kind": kind}
+            mode, kind, *rest = cell.split(":")
+            verify = rest[0] if rest else "off"
+            entry: dict = {"mode": mode, "kind": kind, "verify": verify}
             result["cells"].append(entry)
-            ray.get(trainer.join.remote(mode, (kind,)))
+            ray.get(trainer.join.remote(mode, (kind,), verify))
             entry["attach_s"] = round(ray.get(trainer.attach.remote(server)), 2)
             seconds, differing = [], []
             for number in range(arguments.rounds):
