@@ -88,7 +88,7 @@ def test_every_method_of_the_coordinator_has_its_synchronous_twin(local: LocalCo
         local.join(source(rank, 2), token(rank))
     local.connect(engine("a", 0, 1))
     assert [one.rank for one in local.replica_ready("a", 1)] == [0]
-    (sync, asked), (same, _) = together(
+    (sync, asked, _), (same, *_) = together(
         lambda: local.begin(0, token(0), 1, ("a",), 5), lambda: local.begin(1, token(1), 1, None, 5)
     )
     assert sync == same
@@ -326,7 +326,7 @@ def test_references_to_tensors_pass_through_the_coordinator(ray_cluster: Cluster
             self.tensor = torch.arange(4096, dtype=torch.float32)
 
         def offer(self) -> int:
-            sync, asked = self.control.begin(0, token(0), 1, ["a"], WATCHDOG_S)
+            sync, asked, _ = self.control.begin(0, token(0), 1, ["a"], WATCHDOG_S)
             ref = ray.put([self.tensor], _tensor_transport="nixl")
             self.control.offer(0, sync, [offer(asked[0], refs=1)], [[ref]])
             return sync

@@ -50,7 +50,7 @@ class Group:
         timeout_s: float = WAIT_S,
         readable: int = 0,
         policy: str = "require_all",
-    ) -> Awaitable[tuple[int, list[bytes]]]:
+    ) -> Awaitable[tuple[int, list[bytes], list[tuple[str, str]]]]:
         return asyncio.create_task(
             self.coordinator.begin(rank, token(rank), version, replicas, readable, policy, timeout_s)
         )
@@ -59,7 +59,7 @@ class Group:
         found = await asyncio.gather(
             *(self.begin_one(rank, version, replicas, policy=policy) for rank in range(self.world_size))
         )
-        assert len({sync for sync, _ in found}) == 1
+        assert len({sync for sync, *_ in found}) == 1
         return found[0][0]
 
     async def fails(self, version: int, replicas: list[str] | None = None) -> list[RdtError]:
@@ -199,8 +199,8 @@ async def test_begin_returns_one_sync_to_all_when_the_last_rank_has_begun() -> N
     await settle()
     assert not any(task.done() for task in tasks)
     assert await group.coordinator.current() == (None, None)
-    sync, requests = await group.begin_one(1, 1)
-    assert [one for one, _ in await asyncio.gather(*tasks)] == [sync, sync]
+    sync, requests, _ = await group.begin_one(1, 1)
+    assert [one for one, *_ in await asyncio.gather(*tasks)] == [sync, sync]
     assert [wire.decode(one, wire.ReadRequest).source for one in requests] == [1]
     assert await group.coordinator.current() == (None, sync)
 
@@ -265,8 +265,8 @@ async def test_beginning_twice_counts_once() -> None:
     twice = [group.begin_one(0, 1), group.begin_one(0, 1)]
     await settle()
     assert not any(task.done() for task in twice)
-    sync, _ = await group.begin_one(1, 1)
-    assert [one for one, _ in await asyncio.gather(*twice)] == [sync, sync]
+    sync, *_ = await group.begin_one(1, 1)
+    assert [one for one, *_ in await asyncio.gather(*twice)] == [sync, sync]
 
 
 @virtual
@@ -286,7 +286,7 @@ async def test_beginning_while_a_sync_runs_fails_that_sync_and_starts_the_next()
 async def test_rank_0_says_which_replicas_take_part() -> None:
     group = await Group.make(2, a=1, b=1)
     zero, one = group.begin_one(0, 1, ["b", "b"]), group.begin_one(1, 1, ["a"])
-    (sync, requests), _ = await asyncio.gather(zero, one)
+    (sync, requests, _), _ = await asyncio.gather(zero, one)
     assert [wire.decode(request, wire.ReadRequest).reader for request in requests] == ["b/0"]
     with pytest.raises(SyncError, match="a/0 takes no part in sync 1 of version 1"):
         await group.coordinator.await_round("a/0", sync, 0, WAIT_S)
@@ -360,7 +360,7 @@ async def test_requests_are_handed_out_until_they_are_offered_and_offers_reach_t
     with pytest.raises(SyncError, match="stop"):
         await group.coordinator.offers("a/0", "first", WAIT_S)
     again = await asyncio.gather(group.begin_one(0, 1), group.begin_one(1, 1))
-    assert [len(requests) for _, requests in again] == [1, 0]
+    assert [len(requests) for _, requests, _ in again] == [1, 0]
     await group.coordinator.offer(0, again[0][0], [wire.encode(offer(asked[0]))], [[]])
     offers, refs = await group.coordinator.offers("a/0", "first", 0)
     assert [wire.decode(one, wire.LinkOffer).source for one in offers] == [0, 1]
@@ -370,14 +370,14 @@ async def test_requests_are_handed_out_until_they_are_offered_and_offers_reach_t
 @virtual
 async def test_a_new_incarnation_is_asked_for_again() -> None:
     group = await Group.make(1, a=1)
-    sync, requests = await group.begin_one(0, 1)
+    sync, requests, _ = await group.begin_one(0, 1)
     asked = wire.decode(requests[0], wire.ReadRequest)
     await group.coordinator.offer(0, sync, [wire.encode(offer(asked))], [[]])
     await group.account(sync, 1)
     await group.coordinator.commit(sync, 0, 1.0, {})
     await group.coordinator.connect(wire.encode(engine("a", 0, 1, sources=1, incarnation="second")))
     assert await group.states() == {"a": "connected"}
-    sync, requests = await group.begin_one(0, 2)
+    sync, requests, _ = await group.begin_one(0, 2)
     assert [wire.decode(one, wire.ReadRequest).incarnation for one in requests] == ["second"]
     with pytest.raises(WireError, match=r"incarnation 'first', is for no reader of sync 2"):
         await group.coordinator.offer(0, sync, [wire.encode(offer(asked))], [[]])
@@ -860,7 +860,7 @@ async def test_a_wait_with_a_long_deadline_is_no_stall() -> None:
 @virtual
 async def test_engines_may_use_a_long_deadline_up_before_they_call() -> None:
     group = await Group.make(1, a=1)
-    sync, _ = await group.begin_one(0, 1, timeout_s=STALL_S)
+    sync, *_ = await group.begin_one(0, 1, timeout_s=STALL_S)
     await asyncio.sleep(3 * STALL_S - 1)
     assert await group.coordinator.current() == (None, sync)
     await asyncio.sleep(2)
@@ -964,7 +964,7 @@ class Chaos:
             names = self.names if rank == 0 else None
             # all of its rounds or none: a rank that must still publish may fail to
             readable = self.rounds if self.rounds <= self.slots and self.dice.random() < 0.5 else 0
-            sync, requests = await coordinator.begin(rank, token(rank), version, names, readable, "require_all", 20)
+            sync, requests, _ = await coordinator.begin(rank, token(rank), version, names, readable, "require_all", 20)
             if requests:
                 readable = 0
             if rank == 0:

@@ -25,12 +25,12 @@ PROGRAM = Path(__file__).parents[1] / "megatron" / "layout_ranks.py"
 Boxes = set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 #: every rule, and ranks that are numbered in every way: kind, layout, layers, vocabulary
-CELLS: list[tuple[models.Kind, Layout, int, int]] = [
+CELLS = [
     ("llama", Layout(tp=4), 2, 20),  # the last rank holds nothing but padding
-    ("llama-tied", Layout(tp=2, pp=2), 2, 250),
+    pytest.param("llama-tied", Layout(tp=2, pp=2), 2, 250, marks=pytest.mark.thorough),
     ("qwen2", Layout(tp=4), 2, 250),  # fewer query groups than ranks
-    ("qwen3-moe", Layout(tp=2, dp=2, ep=2, etp=2), 2, 250),
-    ("deepseek-v3", Layout(tp=2, dp=2, ep=4, etp=1), 2, 250),
+    pytest.param("qwen3-moe", Layout(tp=2, dp=2, ep=2, etp=2), 2, 250, marks=pytest.mark.thorough),
+    pytest.param("deepseek-v3", Layout(tp=2, dp=2, ep=4, etp=1), 2, 250, marks=pytest.mark.thorough),
     ("deepseek-v3", Layout(tp=2, pp=2, last=1, ep=2, etp=1), 4, 250),
     ("glm4-moe", Layout(pp=2, vpp=2), 4, 250),
 ]

@@ -35,7 +35,13 @@ class Model(torch.nn.Module):
 class Pair:
     """A trainer and a replica."""
 
-    def __init__(self, served: torch.nn.Module, trained: torch.nn.Module | None = None, **source: object) -> None:
+    def __init__(
+        self,
+        served: torch.nn.Module,
+        trained: torch.nn.Module | None = None,
+        kept: tuple[str, ...] = (),
+        **source: object,
+    ) -> None:
         self.control = LocalControl(Coordinator("test", 1, 30.0))
         exchange = LocalExchange()
         self.trained = Model() if trained is None else trained
@@ -43,7 +49,7 @@ class Pair:
             self.control, ModuleSource(self.trained, **source), group="test", rank=0, world_size=1, kinds=("local",),
             timeout_s=10.0, exchange=exchange,
         )  # fmt: skip
-        self.worker = ModuleWorker(lambda: served, control=self.control, exchange=exchange)
+        self.worker = ModuleWorker(lambda: served, control=self.control, exchange=exchange, kept=kept)
         self.sync.attach(ModuleReplica([self.worker]))
 
     def publish(self, version: int) -> None:
@@ -88,7 +94,7 @@ def _add(module: Model) -> None:
 
 @pytest.mark.parametrize("change", [_replace, _move, _add])
 def test_served_parameters_that_were_replaced_are_never_taken_for_updated(pair, change):
-    made = pair(Model())
+    made = pair(Model(), kept=("more",))
     made.publish(1)
     change(made.worker.module)
     with pytest.raises(SyncError, match="not where they were when it was connected: 'norm'"):
@@ -149,10 +155,12 @@ def test_what_a_plain_module_computed_from_its_weights_stays_until_it_computes_i
     assert set(served.twice.tolist()) == {2.0}
 
 
-def test_what_the_source_does_not_offer_keeps_its_value_in_a_plain_module(pair):
+def test_what_the_source_does_not_offer_is_refused_unless_it_is_kept(pair):
     served = Model()
     served.score = torch.nn.Parameter(torch.full((4,), 7.0))
-    made = pair(served)
+    with pytest.raises(CoverageError, match=r"1 parameters .* would keep their values: 'score'"):
+        pair(served)
+    made = pair(served, kept=("sco*",))
     made.publish(1)
     assert made.holds() == {"embed": {1.0}, "norm": {1.0}, "bias": {1.0}, "score": {7.0}}
 

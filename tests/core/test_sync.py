@@ -279,7 +279,7 @@ def test_a_tensor_nobody_holds(group):
     made = group(1, 1, load=wants_more)
     made.sources[0].metadata  # noqa: B018
     worker = made.workers[0]
-    worker.landing._load = lambda weights: None
+    worker.landing._load, worker.landing.kept = lambda weights: None, ("*",)
     with pytest.raises(CoverageError, match=r"module.*embed\.weight"):
         made.attach()
 
@@ -536,3 +536,16 @@ def test_ranks_that_come_later_than_a_failure_hear_of_it_at_once(group, again):
     assert {one.result(20).version for one in (next_one, *others)} == {again}
     made.publish(again + 1)
     assert_serves(made, again + 1)
+
+
+def test_nothing_is_packed_any_more_for_a_replica_that_left(group):
+    made = group(2, 1, mode="snapshot", pack_threshold=1 << 20)
+    made.attach()
+    made.publish(1)
+    assert all(sync._publisher._served for sync in made.syncs)
+    made.syncs[0].detach(made.replica)
+    made.publish(2)
+    assert not any(sync._publisher._served for sync in made.syncs)
+    made.attach()
+    made.publish(3)
+    assert_serves(made, 3)

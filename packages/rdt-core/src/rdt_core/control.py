@@ -118,12 +118,12 @@ class Control(ABC):
         readable: int = 0,
         policy: str = "require_all",
         verify: str = "off",
-    ) -> tuple[int, list[wire.ReadRequest]]:
+    ) -> tuple[int, list[wire.ReadRequest], list[tuple[str, str]]]:
         """See `Coordinator.begin`."""
         names = None if replicas is None else list(replicas)
         args = (rank, token, version, names, readable, policy, timeout_s, verify, next(self._begun))
-        sync, requests = self._call("begin", args, timeout_s + self.grace_s)
-        return sync, [wire.decode(request, wire.ReadRequest) for request in requests]
+        sync, requests, gone = self._call("begin", args, timeout_s + self.grace_s)
+        return sync, [wire.decode(request, wire.ReadRequest) for request in requests], gone
 
     def offer(
         self, rank: int, sync: int, offers: Sequence[wire.LinkOffer], refs: Sequence[Sequence[Any]] | None = None
@@ -404,6 +404,7 @@ def open_coordinator(
                         max_concurrency=10_000,
                         max_restarts=0,
                         max_task_retries=0,
+                        enable_task_events=False,  # Ray's GCS would keep a record of every call
                     )
                     .remote(group, world_size, stall_timeout_s)
                 )

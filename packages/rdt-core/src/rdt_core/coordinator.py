@@ -166,7 +166,7 @@ class Coordinator:
         timeout_s: float,
         verify: str = "off",
         attempt: int | None = None,
-    ) -> tuple[int, list[bytes]]:
+    ) -> tuple[int, list[bytes], list[tuple[str, str]]]:
         """Starts a sync: returns once every source rank has begun the same version. Fails a sync that still runs.
 
         Args:
@@ -183,7 +183,8 @@ class Coordinator:
             attempt: greater with each begin of this rank; one that comes twice, or late, is refused and changes nothing.
 
         Returns:
-            The sync's id, and each `ReadRequest` to this rank that it has not answered with an offer yet.
+            The sync's id; each `ReadRequest` to this rank that it has not answered with an offer yet; and name and incarnation
+            of each reader that it made an offer to and that is gone.
 
         Raises:
             MembershipError: this rank did not join; or, on every rank, a replica is not connected or planned against
@@ -196,7 +197,11 @@ class Coordinator:
         if attempt is not None:
             self._members.sources[rank].begins(attempt)
         record = await self._barrier.begin(rank, version, self._version, replicas, readable, policy, verify, timeout_s)
-        return record.id, [wire.encode(request) for request in record.unanswered.get(rank, ())]
+        source = self._members.sources.get(rank)
+        gone: list[tuple[str, str]] = []
+        if source is not None:
+            gone, source.gone = source.gone, gone
+        return record.id, [wire.encode(request) for request in record.unanswered.get(rank, ())], gone
 
     async def offer(self, rank: int, sync: int, offers: list[bytes], refs: list[list[Any]]) -> None:
         """Takes a source rank's answers to read requests.
@@ -293,7 +298,8 @@ class Coordinator:
             The id of the running sync, and how much of it is verified.
 
         Raises:
-            SyncError: no sync runs, or one of another version, the reader takes no part, or the sync failed.
+            SyncError: no sync runs, or one of another version, the reader takes no part or has pulled already, or the sync
+                failed.
             DeadlineError: names the source ranks that have not published; fails the sync.
         """
         latest, record = self._syncs.latest, self._syncs.running
@@ -306,6 +312,11 @@ class Coordinator:
             raise SyncError(f"group {self.group!r} is not syncing version {version}: {found}{failed}")
         if record.taking_part(reader).manifest.incarnation != incarnation:
             raise SyncError(f"{member_name(reader)} pulls as incarnation {incarnation!r}, which is gone")
+        if record.has_read(reader):
+            # what it reads now may be a later round in the same bucket, and the account of the first time be taken for it
+            raise SyncError(
+                f"{member_name(reader)} was told twice to pull version {version}; a sync can be pulled once"
+            )
         record.entered.add(reader)
         await self.await_round(reader, record.id, 0, timeout_s)
         return record.id, record.verify

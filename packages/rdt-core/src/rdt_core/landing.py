@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from .errors import EngineError
+from .errors import CoverageError, EngineError
 from .memory import whole
 from .tracing import Destinations, Trace, trace
 from .wire import TensorMeta
@@ -95,6 +96,7 @@ class ModuleLanding:
         load_weights: runs the model's loaders over `(name, tensor)` pairs; default: copy each tensor into the
             parameter or buffer of that name.
         engine: what the reports call this engine.
+        kept: names of parameters, or shell patterns of them, that keep their values: no checkpoint tensor need reach them.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class ModuleLanding:
         module: torch.nn.Module,
         load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any] | None = None,
         engine: str = "torch",
+        kept: Iterable[str] = (),
     ) -> None:
         self.engine = engine
+        self.kept = tuple(kept)
         self.module = module
         self.torn: str | None = None
         self._load = load_weights or self._copy_by_name
@@ -139,9 +143,28 @@ class ModuleLanding:
                     own[name].data.copy_(tensor)
 
     def trace(self, tensors: Sequence[TensorMeta]) -> Trace:
-        """See `Landing.trace`. From here on the module's memory is where it is now."""
+        """See `Landing.trace`. From here on the module's memory is where it is now.
+
+        Raises:
+            CoverageError: parameters that nothing reaches; they would stay stale.
+        """
         self._find()
-        return trace(self._load, tensors, self._targets)
+        result = trace(self._load, tensors, self._targets)
+        reached = {self._targets[piece.destination].untyped_storage().data_ptr() for piece in result.slices}
+        stale = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.numel()
+            and parameter.untyped_storage().data_ptr() not in reached
+            and not any(fnmatchcase(name, pattern) for pattern in self.kept)
+        ]
+        if stale:
+            shown = ", ".join(map(repr, stale[:8])) + (f" and {len(stale) - 8} more" if len(stale) > 8 else "")
+            raise CoverageError(
+                f"{len(stale)} parameters of the served module are reached by nothing that the source offers, and would keep "
+                f"their values: {shown}. Let the source offer them, or name them in kept="
+            )
+        return result
 
     def destinations(self) -> Mapping[str, Destination]:
         """See `Landing.destinations`."""

@@ -27,6 +27,7 @@ class Source:
     mode_reason: str
     tensors: tuple[wire.TensorMeta, ...]
     attempt: int = 0  # greatest of its begins
+    gone: list[tuple[str, str]] = field(default_factory=list)  # readers that it serves for nothing: name, incarnation
 
     def begins(self, attempt: int) -> None:
         """Counts a begin of this rank. Raises SyncError for one that came before, or is older than one that did."""
@@ -236,6 +237,9 @@ class Members:
         reader = replica.readers.pop(rank)
         replica.version = None
         replica.ready.expect((reader.name,))
+        for source in reader.offers:
+            if source in self.sources:
+                self.sources[source].gone.append((reader.name, reader.manifest.incarnation))
         reader.offered.wake(MembershipError(f"{member_name(reader.name)} disconnected from group {self.group!r}"))
         return reader
 

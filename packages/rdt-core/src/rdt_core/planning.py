@@ -87,8 +87,8 @@ class Plan:
     """The byte copies of one engine rank.
 
     Attributes:
-        columns: the copies, sorted by round, group, source, destination and destination offset. Groups come in an order of
-            the reader's own, so that readers are not all at the owners of the same layers at once.
+        columns: the copies, sorted by round, group, source, destination and destination offset. Where source ranks hold some
+            groups only (`Routing.is_staged`), groups come in an order of the reader's own.
         destinations: keys of the trace's destinations that are written, then of the staging destinations.
         destination_nbytes: size of each.
         staged: the slices that are replayed.
@@ -214,7 +214,8 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
         _staged(slices[number], view, draft, draft.jobs[job], int(last_round[job]))
         for number, job, view in draft.replays
     )
-    return _finish(merge(sort(columns, _turns(len(routing.groups), route.reader_index))), draft, staged, slices)
+    turns = _turns(len(routing.groups), route.reader_index) if routing.is_staged else None
+    return _finish(merge(sort(columns, turns)), draft, staged, slices)
 
 
 def _turns(groups: int, reader: int) -> Array:

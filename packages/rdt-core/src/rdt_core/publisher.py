@@ -8,7 +8,7 @@ the manifest is made, never during a sync; a parameter that moved afterwards is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -194,9 +194,7 @@ class Publisher:
         offers, refs = [], []
         for request in requests:
             tables.check_request(request, self._held, self.rounds)
-            old = self._served.pop(request.reader, None)
-            if old is not None and old.arena is not None:
-                give_back(old.arena.tensor)
+            self._drop(request.reader)
             arena = Arena(request.pack_bytes, self.device) if request.pack_bytes else None
             metas: tuple[wire.RegionMeta, ...] = ()
             regions = dict(self._regions)
@@ -233,6 +231,22 @@ class Publisher:
                 )
             )
         return offers, refs
+
+    def forget(self, gone: Iterable[tuple[str, str]]) -> None:
+        """Gives back what was made for readers that are gone: nothing is packed for them any more.
+
+        Args:
+            gone: name and incarnation of each; one that has connected again since is not meant.
+        """
+        for reader, incarnation in gone:
+            served = self._served.get(reader)
+            if served is not None and served.request.incarnation == incarnation:
+                self._drop(reader)
+
+    def _drop(self, reader: str) -> None:
+        served = self._served.pop(reader, None)
+        if served is not None and served.arena is not None:
+            give_back(served.arena.tensor)
 
     # ------------------------------------------------------------------ one sync
 

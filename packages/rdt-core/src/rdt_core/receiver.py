@@ -19,7 +19,7 @@ import torch
 from . import versions, wire
 from .connection import Connection, Step, memory_of
 from .control import Control
-from .errors import RdtError, SyncError, TransportError, VerifyError
+from .errors import MembershipError, RdtError, SyncError, TransportError, VerifyError
 from .landing import Landing
 from .linking import make_program, request_digest
 from .memory import settle
@@ -168,7 +168,15 @@ class Receiver:
             ),
             requests=requests,
         )
-        self.control.connect(declared, epoch)
+        try:
+            self.control.connect(declared, epoch)
+        except RdtError as error:
+            for endpoint in endpoints.values():
+                endpoint.close()
+            if isinstance(error, MembershipError) and self.control.sources(self.timeout_s)[0] != epoch:
+                # a source rank joined again meanwhile: what it declares now makes another plan
+                return self.connect(attempt)
+            raise
         self._is_doubted = False
         self._connection = Connection(epoch, declared, sources, plan, program, destinations, endpoints, tensors)
         log.info(

@@ -125,6 +125,10 @@ class SyncRecord:
             self.read(round).arrive(reader)
             self._acknowledged[reader] = round + 1
 
+    def has_read(self, reader: str) -> bool:
+        """Whether an engine rank has all its bytes of some round, whose bucket may hold another one since."""
+        return self._acknowledged.get(reader, 0) > 0
+
     # --- engine ranks
 
     def taking_part(self, reader: str) -> Reader:

@@ -34,6 +34,7 @@ class ModuleWorker:
         load_weights: called as `load_weights(module, weights)` while tracing; default: parameters by name.
         control: the coordinator, for workers in the trainer's own process, or what finds it; default: found through Ray.
         exchange: for link kind "local".
+        kept: parameters that keep their values; see `ModuleLanding`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ModuleWorker:
         load_weights: LoadWeights | None = None,
         control: Control | Callable[[], Control] | None = None,
         exchange: LocalExchange | None = None,
+        kept: Iterable[str] = (),
     ) -> None:
         self.module = make_module()
         self.rank = rank
@@ -51,7 +53,7 @@ class ModuleWorker:
         self._control = control
         self._exchange = exchange
         load = None if load_weights is None else lambda weights: load_weights(self.module, weights)
-        self.landing = ModuleLanding(self.module, load)
+        self.landing = ModuleLanding(self.module, load, kept=kept)
         self.receiver: Receiver | None = None
 
     def connect(self, info: ConnectInfo) -> None:

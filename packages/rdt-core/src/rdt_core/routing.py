@@ -160,6 +160,12 @@ class Routing:
         return found
 
     @cached_property
+    def is_staged(self) -> bool:
+        """Whether many ranks hold nothing of a group, as in a pipeline: then its owners are asked by all readers at once."""
+        holder = self.tensor_group[np.repeat(self._tensor, np.diff(self._owners))] * self.world_size + self._rank
+        return 4 * len(np.unique(holder)) < 3 * len(self.groups) * self.world_size
+
+    @cached_property
     def described(self) -> Mapping[str, str]:
         """JSON of `tensors` and `groups`, for digests."""
         tensors = [(meta.name, meta.shape, meta.dtype) for meta in self.tensors]

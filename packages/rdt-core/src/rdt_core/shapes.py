@@ -113,7 +113,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers",), "hidden": ("hidden_size",), "intermediate": ("intermediate_size",),
     "heads": ("num_attention_heads",), "kv_heads": ("num_key_value_heads", "num_attention_heads"),
     "vocabulary": ("vocab_size",), "head_dim": ("head_dim",), "tied": ("tie_word_embeddings",), "qk_norm": ("use_qk_norm",),
-    "experts": ("num_experts", "n_routed_experts"), "expert_intermediate": ("moe_intermediate_size",),
+    "experts": ("num_experts", "n_routed_experts", "num_local_experts"), "expert_intermediate": ("moe_intermediate_size",),
     "shared": ("n_shared_experts",), "dense_layers": ("first_k_dense_replace",), "q_lora": ("q_lora_rank",),
     "kv_lora": ("kv_lora_rank",), "nope_dim": ("qk_nope_head_dim",), "rope_dim": ("qk_rope_head_dim",),
     "value_dim": ("v_head_dim",),

@@ -159,7 +159,7 @@ class WeightSync(Membership):
             )  # fmt: skip
 
         return cls(
-            open(timeout_s), source, group=group, rank=rank, world_size=world_size, mode=mode, kinds=kinds,
+            _open_living(open, timeout_s), source, group=group, rank=rank, world_size=world_size, mode=mode, kinds=kinds,
             bucket_bytes=bucket_bytes, lookahead=lookahead, timeout_s=timeout_s, pack_threshold=pack_threshold,
             policy=policy, verify=verify, takeover=takeover, namespace=namespace, address=ray.get_runtime_context().gcs_address,
             reopen=open,
@@ -420,9 +420,11 @@ class WeightSync(Membership):
             # while one is mended, rank 0 may use up a deadline with its replicas before it begins
             limit_s = timeout_s * (1 + len(mended))
             try:
-                return self._control.begin(
+                sync, requests, gone = self._control.begin(
                     self.rank, self._token, version, replicas, limit_s, readable=readable, policy=policy, verify=verify
                 )
+                self._publisher.forget(gone)
+                return sync, requests
             except (CoordinatorLostError, MembershipError) as error:
                 if type(error) in mended:
                     raise
@@ -453,6 +455,19 @@ class WeightSync(Membership):
         if failures and (policy == "require_all" or len(out) == len(names)):
             name, error = next(iter(failures.items()))
             raise self._failed(None, "connect", error, version, f"replica {name!r}") from error
+
+
+def _open_living(open: Callable[[float], Control], timeout_s: float) -> Control:
+    """Opens a coordinator; one that an earlier run left behind may still answer once, and is not taken for this run's."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        control = open(max(deadline - time.monotonic(), 1.0))
+        try:
+            control.status()
+            return control
+        except CoordinatorLostError:
+            if time.monotonic() >= deadline:
+                raise
 
 
 def _check_policy(policy: str) -> None:

@@ -298,7 +298,13 @@ class VllmRayEngine(_VllmEngine):
         if not self._offline:
             self._call("pause_generation", mode=self.pause_mode, clear_cache=reset, deadline=deadline)
         elif reset:
-            self._call("reset_prefix_cache", deadline=deadline)
+            # as `clear_cache` does: what requests in flight hold as well, and external caches
+            done = self._call("reset_prefix_cache", True, True, deadline=deadline)
+            if not all(done):
+                raise EngineError(
+                    f"replica {self.name!r} could not drop its prefix cache, and would go on with keys and values of the old "
+                    "weights; cache='keep' allows that"
+                )
 
     def resume(self, *, deadline: float) -> None:
         """See `EngineClient.resume`."""

@@ -35,7 +35,7 @@ class Trainer:
     def publish(self, version: int, replicas: Sequence[str], drive: Callable[[int], object] | None) -> wire.SyncReport:
         """Takes part in one sync. `drive` makes the engine ranks pull the version; only rank 0 has one."""
         control, rank = self.control, self.rank
-        sync, requests = control.begin(rank, token(rank), version, replicas if drive else None, WAIT_S)
+        sync, requests, _ = control.begin(rank, token(rank), version, replicas if drive else None, WAIT_S)
         with ThreadPoolExecutor(1) as pool:
             driven = pool.submit(drive, version) if drive else None
             control.offer(rank, sync, [offer(one) for one in requests])
