@@ -66,6 +66,14 @@ def warm_sglang() -> Iterator[Warm | None]:
     yield from _warm(programs.SGLANG_MODULES, programs.SGLANG_ENVIRONMENT)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("rdt", "rdt's own tests")
+    group.addoption("--faults", type=int, default=8, help="faults of the random campaign of tests/faults")
+    group.addoption("--seed", type=int, default=1, help="of the campaign")
+    group.addoption("--fault", action="append", default=[], help="replays a fault that a campaign printed")
+    group.addoption("--ray-faults", type=int, default=4, help="faults of the campaign over Ray (thorough)")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     processes.mark()
     session.config.stash[_SHARED] = sharedmemory.present()

@@ -30,7 +30,7 @@ def nodes(count: int) -> list[NodeMeta]:
 def test_fsdp_boxes_are_those_of_the_bench(model: str, ranks: int) -> None:
     config = config_of(model)
     tensors = tensors_of(config)
-    for rank, manifest in enumerate(make_manifests(FsdpLayout(ranks, fused=False), tensors, config, nodes(ranks))):
+    for rank, manifest in enumerate(make_manifests(FsdpLayout(ranks, apart=True), tensors, config, nodes(ranks))):
         theirs = RowSharded(tensors, rank, ranks, "cpu").shards()
         assert {(manifest.tensors[one.tensor].name, one.offset, one.shape) for one in manifest.shards} == {
             (one.name, one.offset, tuple(one.tensor.shape)) for one in theirs if one.tensor.numel()
@@ -180,6 +180,7 @@ def test_clusters_are_read_and_impossible_ones_refused(tmp_path: Path) -> None:
         ('{"gpu": 4}', "unknown field `gpu`"),
         ('{"gpus": 0}', "gpus is 0; it must be more than 0"),
         ('{"call_ms": -1}', "call_ms is -1"),
+        ('{"device": "tpu"}', "device 'tpu' is unknown; known: cuda, cpu"),
         ('{"nic_gbs": "fast"}', "Expected `float`"),
         ("", "no cluster description can be read"),
     ]:
@@ -198,6 +199,7 @@ def test_ranks_fill_nodes_and_replicas_begin_on_fresh_ones() -> None:
     wide = seat(cluster, 4, 2, 6, "separate")
     assert (wide.readers[0], wide.readers[5], wide.readers[6]) == (Gpu(1, 0), Gpu(2, 1), Gpu(3, 0))
     assert seat(cluster, 8, 2, 2, "together").readers == tuple(Gpu(0, index) for index in range(4))
+    assert seat(cluster, 1, 2, 1, "beside").readers == (Gpu(0, 1), Gpu(0, 2))
     with pytest.raises(SourceError, match="do not fit on the 4 GPUs"):
         seat(cluster, 4, 3, 2, "together")
     with pytest.raises(SourceError, match="placement 'apart' is unknown"):

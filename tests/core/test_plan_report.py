@@ -147,7 +147,7 @@ def test_other_designs_are_as_slow_as_their_formulas_say() -> None:
     [
         (("gpt-9", "fsdp:ranks=2", "vllm:tp=1"), "no shapes are known for model 'gpt-9'"),
         (("tiny", "zero:ranks=2", "vllm:tp=1"), "there is no 'zero'; available: fsdp, megatron"),
-        (("tiny", "fsdp:ranks=2,pp=2", "vllm:tp=1"), "unknown setting 'pp'; known: ranks, replicas, fused"),
+        (("tiny", "fsdp:ranks=2,pp=2", "vllm:tp=1"), "unknown setting 'pp'; known: ranks, replicas, apart"),
         (("tiny", "megatron:ranks=6,tp=4", "vllm:tp=1"), "6 source ranks are no multiple of tp x pp = 4"),
         (("tiny-moe", "fsdp:ranks=2", "vllm:tp=4,ep=3"), "ep=3 does not divide tp=4"),
         (("tiny", "fsdp:ranks=2", "vllm:tp=2,ep=2"), "tiny has none"),
@@ -157,7 +157,7 @@ def test_other_designs_are_as_slow_as_their_formulas_say() -> None:
 def test_what_cannot_work_is_refused(arguments: tuple[str, str, str], text: str) -> None:
     with pytest.raises(OptionError, match=text):
         read_options(*arguments)
-    with pytest.raises(OptionError, match="--placement 'far' is unknown; known: separate, together"):
+    with pytest.raises(OptionError, match="--placement 'far' is unknown; known: separate, together, beside"):
         read_options("tiny", "fsdp:ranks=2", "vllm:tp=1", placement="far")
     with pytest.raises(OptionError, match="tiny has 2 layers; 3 cannot be kept"):
         read_options("tiny", "fsdp:ranks=2", "vllm:tp=1", layers=3)

@@ -192,6 +192,7 @@ def test_a_replica_that_finished_is_not_stamped_when_another_one_fails(world):
         assert worker.version() is None
         with pytest.raises(TornReplicaError):
             worker.state()
+        assert "the last step broke" in str(worker.landing.torn)
     assert good.paused
     assert made.control().current()[0] == 1
     bad.breaks.clear()
@@ -226,6 +227,7 @@ def test_a_commit_that_the_coordinator_refuses_tears_every_replica(world, monkey
     errors = made.publish(2)
     assert "no answer to commit" in str(errors[0])
     assert replica.version(deadline=0) is None
+    assert "no answer to commit" in str(replica.workers[0].landing.torn)
     assert made.states() == {"a": ("torn", None)}
     monkeypatch.undo()
     made.good(3)
@@ -410,6 +412,8 @@ def test_a_coordinator_that_died_is_built_again(world, moment):
         errors = made.publish(5)
         assert all(isinstance(error, RdtError) for error in errors), errors
         assert {worker.version() for worker in replica.workers} <= {None, 4}
+    if moment != "begin":
+        assert all("versions never go back" in str(error) for error in made.publish(3))
     made.good(6)
     assert served(replica) == ({6}, {6.0})
     assert made.control().current()[0] == 6

@@ -311,7 +311,7 @@ def test_a_failed_pull_tears_the_replica_and_the_next_sync_heals_it(group):
     assert len(set(messages)) == 1
     assert "post-load step broke" in messages[0]
     assert "module/1" in messages[0]
-    with pytest.raises(TornReplicaError):
+    with pytest.raises(TornReplicaError, match="is torn"):
         made.workers[1].state()
     assert made.workers[1].version() is None
     landing.close = close

@@ -310,7 +310,7 @@ def plan(
         str,
         typer.Option(
             metavar="LAYOUT",
-            help="fsdp:ranks=N[,replicas=M][,fused=1], or megatron:ranks=N with tp, pp, ep, etp, vpp, first, last.",
+            help="fsdp:ranks=N[,replicas=M][,apart=1], or megatron:ranks=N with tp, pp, ep, etp, vpp, first, last.",
         ),
     ] = "fsdp:ranks=8",
     engine: Annotated[
@@ -325,7 +325,10 @@ def plan(
         ),
     ] = None,
     placement: Annotated[
-        str, typer.Option(help="separate: engines on nodes of their own; together: on the trainer's GPUs.")
+        str,
+        typer.Option(
+            help="separate: engines on nodes of their own; beside: on the next GPUs; together: on the trainer's GPUs."
+        ),
     ] = "separate",
     mode: Annotated[str, typer.Option(metavar="MODE", help="Publish mode: live, snapshot.")] = "live",
     landing: Annotated[

@@ -206,20 +206,14 @@ def to_rows(shape: Array, source: Array, destination: Array, item: Array) -> Row
     )
 
 
-def sort(columns: Columns, turns: Array | None = None) -> Columns:
+def sort(columns: Columns) -> Columns:
     """In the order round, group, source, destination, destination offset.
 
     No two copies may write the same byte (see `overlap`), so that order is complete.
-
-    Args:
-        columns: in any order.
-        turns: [groups] position of each group among the others; None: as they are numbered.
     """
     major = np.zeros(len(columns), np.int64)
     for name in ("round", "group", "source", "destination"):
         column = getattr(columns, name)
-        if name == "group" and turns is not None:
-            column = turns[column]
         # dense numbers keep the combined key far below 2**63: their product is at most the number of combinations
         values, dense = np.unique(column, return_inverse=True)
         major = np.unique(major * len(values) + dense, return_inverse=True)[1]

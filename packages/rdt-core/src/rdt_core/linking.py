@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import wire
+from .columns import Columns
 from .landing import Destination
 from .planning import Plan
 from .transport import tables
@@ -25,6 +26,8 @@ PACK_REGION = -1
 ALIGNMENT = 256
 #: receive-buffer bytes after which a chunk ends; groups that land in place do not count
 CHUNK_BYTES = 256 << 20
+#: chunks that a receiver has on their way at once
+IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +100,26 @@ def make_program(
         slots: buckets that exist at once at the owners (see `wire.SourceManifest.slots`).
         chunk_bytes: bytes of receive buffer after which a new chunk starts.
     """
-    columns = plan.columns
-    count = len(columns.rows)
     in_place = np.array([key in destinations and destinations[key].in_place for key in plan.destinations], dtype=bool)
     sizes = np.asarray(plan.destination_nbytes, dtype=np.int64)
-    nbytes = columns.rows * columns.row_bytes
     threshold = np.zeros(max(kinds, default=0) + 1, dtype=np.int64)
     for source, value in thresholds.items():
         threshold[source] = value
-    packed = columns.row_bytes < threshold[columns.source] if count else np.zeros(0, dtype=bool)
-    chunk = _chunks(
-        columns.round, columns.group, np.where(packed | ~in_place[columns.destination], nbytes, 0), chunk_bytes
-    )
+
+    def cut(columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bytes of each copy, whether it is packed, and its chunk."""
+        nbytes = columns.rows * columns.row_bytes
+        packed = columns.row_bytes < threshold[columns.source] if len(nbytes) else np.zeros(0, dtype=bool)
+        buffered = np.where(packed | ~in_place[columns.destination], nbytes, 0)
+        return nbytes, packed, _chunks(columns.round, columns.group, buffered, chunk_bytes)
+
+    columns = plan.columns
+    nbytes, packed, chunk = cut(columns)
+    if len(chunk) and chunk[-1] >= IN_FLIGHT:
+        # chunks wait for one another: readers that all began with the same groups would wait for the owners of these
+        columns = columns.take(np.lexsort((plan.turns[columns.group], columns.round)))
+        nbytes, packed, chunk = cut(columns)
+    count = len(columns)
     chunk_count = int(chunk[-1]) + 1 if count else 0
 
     # when each destination is written: [first, last] chunk; staged boxes count for the target that they are replayed into

@@ -87,8 +87,7 @@ class Plan:
     """The byte copies of one engine rank.
 
     Attributes:
-        columns: the copies, sorted by round, group, source, destination and destination offset. Where source ranks hold some
-            groups only (`Routing.is_staged`), groups come in an order of the reader's own.
+        columns: the copies, sorted by round, group, source, destination and destination offset.
         destinations: keys of the trace's destinations that are written, then of the staging destinations.
         destination_nbytes: size of each.
         staged: the slices that are replayed.
@@ -97,6 +96,8 @@ class Plan:
         taken_boxes: what it takes: (index of the tensor, box). A box that is replayed counts as a whole.
         nbytes: bytes that every sync moves.
         bytes_by_source: the same by source rank.
+        turns: [groups] when each group is to be read, where they are not all read at once: in the order of the model, or, where
+            source ranks hold some groups only (`Routing.is_staged`), in one of the reader's own.
         digest: SHA-256, in hex, over all of this.
     """
 
@@ -109,6 +110,7 @@ class Plan:
     taken_boxes: tuple[TakenBox, ...]
     nbytes: int
     bytes_by_source: Mapping[int, int]
+    turns: Array
     digest: str
 
     def describe(self) -> dict[str, Any]:
@@ -214,8 +216,8 @@ def make_plan(trace: Trace, destinations: Mapping[str, SizedDestination], routin
         _staged(slices[number], view, draft, draft.jobs[job], int(last_round[job]))
         for number, job, view in draft.replays
     )
-    turns = _turns(len(routing.groups), route.reader_index) if routing.is_staged else None
-    return _finish(merge(sort(columns, turns)), draft, staged, slices)
+    turns = _turns(len(routing.groups), route.reader_index if routing.is_staged else 0)
+    return _finish(merge(sort(columns)), draft, staged, slices, turns)
 
 
 def _turns(groups: int, reader: int) -> Array:
@@ -398,6 +400,7 @@ def _finish(
     draft: _Draft,
     staged: tuple[Staged, ...],
     slices: Sequence[Slice],
+    turns: Array,
 ) -> Plan:
     tensors = draft.routing.tensors
     nbytes = columns.rows * columns.row_bytes
@@ -419,6 +422,7 @@ def _finish(
         digest.update(text.encode())
     for name in COLUMNS:
         digest.update(np.ascontiguousarray(getattr(columns, name), "<i8").tobytes())
+    digest.update(np.ascontiguousarray(turns, "<i8").tobytes())
     return Plan(
         columns=columns,
         destinations=destinations,
@@ -429,5 +433,6 @@ def _finish(
         taken_boxes=tuple((tensor, Box(offset, shape)) for tensor, offset, shape in boxes),
         nbytes=int(nbytes.sum()),
         bytes_by_source=dict(zip(sources.tolist(), totals.tolist(), strict=True)),
+        turns=turns,
         digest=digest.hexdigest(),
     )

@@ -15,13 +15,15 @@ import msgspec
 from ..errors import SourceError
 from ..wire import NodeMeta
 
-PLACEMENTS = ("separate", "together")
+PLACEMENTS = ("separate", "together", "beside")
+DEVICES = ("cuda", "cpu")
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of node, as many of them as there are ranks for.
 
     Attributes:
+        device: "cuda", or "cpu", where a node has processes in the place of GPUs; decides what is packed.
         gpus: of a node; each holds one source rank, one engine rank, or one of both.
         nics: of a node; GPUs share them in equal stretches.
         nic_gbs: GB/s of a NIC in each direction.
@@ -36,6 +38,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         collective_gbs: GB/s of a collective inside a node, for each GPU.
     """
 
+    device: str = "cuda"
     gpus: int = 8
     nics: int = 8
     nic_gbs: float = 50.0
@@ -51,6 +54,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def check(self) -> Cluster:
         """Returns itself. Raises SourceError for values that no machine has."""
+        if self.device not in DEVICES:
+            raise SourceError(f"cluster: device {self.device!r} is unknown; known: {', '.join(DEVICES)}")
         for name in ("gpus", "nics", "nic_gbs", "nvlink_gbs", "copy_gbs", "collective_gbs"):
             if not getattr(self, name) > 0:
                 raise SourceError(f"cluster: {name} is {getattr(self, name)}; it must be more than 0")
@@ -92,7 +97,12 @@ class Gpu:
         """How a process on it describes itself."""
         name = f"node{self.node}"
         return NodeMeta(
-            node_id=name, boot_id=name, hostname=name, pid=self.index + 1, device="cuda", device_uuid=f"{name}-{self.index}"
+            node_id=name,
+            boot_id=name,
+            hostname=name,
+            pid=self.index + 1,
+            device="cuda",
+            device_uuid=f"{name}-{self.index}",
         )
 
 
@@ -119,7 +129,8 @@ def seat(cluster: Cluster, sources: int, replicas: int, ranks: int, placement: s
         sources: source ranks.
         replicas: of the engine; each begins on a fresh node unless whole replicas fit on one.
         ranks: engine ranks of a replica.
-        placement: "separate" (engines on nodes of their own) or "together" (engines on the trainer's GPUs, from the first on).
+        placement: "separate" (engines on nodes of their own), "together" (engines on the trainer's GPUs, from the first on) or
+            "beside" (engines on the GPUs that follow the trainer's).
 
     Raises:
         SourceError: an unknown placement, or more engine ranks than GPUs that they are to share.
@@ -129,8 +140,8 @@ def seat(cluster: Cluster, sources: int, replicas: int, ranks: int, placement: s
     per = cluster.gpus
     mine = tuple(Gpu(rank // per, rank % per) for rank in range(sources))
     nodes = -(-sources // per)
-    each = ranks if per % ranks == 0 else -(-ranks // per) * per
-    first = 0 if placement == "together" else nodes * per
+    each = ranks if per % ranks == 0 or placement == "beside" else -(-ranks // per) * per
+    first = {"together": 0, "beside": sources, "separate": nodes * per}[placement]
     theirs = tuple(
         Gpu((first + replica * each + rank) // per, (first + replica * each + rank) % per)
         for replica in range(replicas)

@@ -108,12 +108,8 @@ class MegatronLayout:
         dense: dict[str, list[TensorMeta]] = {}
         sparse: dict[str, list[TensorMeta]] = {}
         for meta in catalogue.outside:
-            if ".embed_tokens." in meta.name:
-                # the last stage has a copy of tied embeddings for its output
-                here = first or (last and config.tied)
-            else:
-                here = last
-            if here:
+            # of tied embeddings the last stage has a copy, which a source does not declare
+            if first if ".embed_tokens." in meta.name else last:
                 dense[meta.name] = [meta]
         for layer in self.layers(config.layers)[stage]:
             for meta in catalogue.layers[layer]:

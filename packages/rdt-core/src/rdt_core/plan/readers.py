@@ -124,8 +124,8 @@ def plan_readers(
     readers: Sequence[Gpu],
     *,
     device: str = "cuda",
-    advance: Callable[[], None] = lambda: None,
-) -> tuple[list[ReaderPlan], Transfers]:
+    each: Callable[[wire.EngineManifest], None] = lambda manifest: None,
+) -> tuple[list[ReaderPlan], Transfers, Array]:
     """Plans every engine rank.
 
     Args:
@@ -134,10 +134,10 @@ def plan_readers(
         config: of the model.
         sources, readers: the GPU of each rank.
         device: "cuda" or "cpu": decides what is packed.
-        advance: called after each engine rank.
+        each: is given what each engine rank would declare.
 
     Returns:
-        A summary for each engine rank, and all of their transfers.
+        A summary for each engine rank, all of their transfers, and for each checkpoint tensor the bytes that they take of it.
 
     Raises:
         SourceError: the engine layout does not divide the model.
@@ -145,6 +145,7 @@ def plan_readers(
     """
     plans: list[ReaderPlan] = []
     rows: list[tuple[int, ...]] = []
+    taken = np.zeros(len(routing.tensors), np.int64)
     for rank in range(engine.ranks):
         traced = _trace(routing, engine, config, rank)
         for replica in range(engine.replicas):
@@ -154,11 +155,13 @@ def plan_readers(
             own, its_rows = _summary(number, plan, program, kinds, traced, len(wire.encode(manifest)))
             plans.append(own)
             rows += its_rows
-            advance()
+            each(manifest)
+            for tensor, box in plan.taken_boxes:
+                taken[tensor] += box.numel * wire.DTYPE_BYTES[routing.tensors[tensor].dtype]
     # ranks came number by number over the replicas; readers are counted replica after replica
     order = [rank * engine.replicas + replica for replica in range(engine.replicas) for rank in range(engine.ranks)]
     table = np.array(sorted(rows), np.int64).reshape(-1, len(Transfers.__slots__)).T
-    return [plans[at] for at in order], Transfers(*(np.ascontiguousarray(column) for column in table))
+    return [plans[at] for at in order], Transfers(*map(np.ascontiguousarray, table)), taken
 
 
 def _trace(routing: Routing, engine: EngineLayout, config: Config, rank: int) -> _Traced:
@@ -168,7 +171,9 @@ def _trace(routing: Routing, engine: EngineLayout, config: Config, rank: int) ->
     return _Traced(
         found,
         {
-            key: Destination(key, key.rpartition(".")[0], engine.landing == "in_place", tensor.untyped_storage().nbytes())
+            key: Destination(
+                key, key.rpartition(".")[0], engine.landing == "in_place", tensor.untyped_storage().nbytes()
+            )
             for key, tensor in targets.items()
         },
     )

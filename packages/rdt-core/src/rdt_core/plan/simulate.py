@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cluster import Cluster
-from .predict import landing_seconds
-from .readers import Transfers
+from .fairness import fair_rates
 from .traffic import Traffic
 
 Array = np.ndarray
@@ -37,123 +35,77 @@ class Run:
     events: int
 
 
-def fair_rates(way: Array, weight: Array, resources: int) -> Array:
-    """Max-min fair rates.
-
-    Args:
-        way: [N, K] resources that each flow passes through.
-        weight: [N, K] of a resource's second that a unit of the flow's rate takes each second; 0 where there is none. Every
-            flow has one that is not 0.
-        resources: number of resources; each has one second each second.
-
-    Returns:
-        [N] rates: none can grow without another one shrinking that is not larger.
-    """
-    rates = np.zeros(len(way))
-    left = np.ones(resources)
-    open_ = np.arange(len(way))
-    while len(open_):
-        passes, takes = way[open_], weight[open_]
-        total = np.bincount(passes.ravel(), takes.ravel(), resources)
-        share = np.where(total > 0, left / np.where(total > 0, total, 1.0), np.inf)
-        own = np.where(takes > 0, share[passes], np.inf)
-        fair = own.min(axis=1)
-        # a resource where nobody is held back more by another one decides the rate of all that pass through it
-        least = np.full(resources, np.inf)
-        np.minimum.at(least, passes[takes > 0], np.broadcast_to(fair[:, None], takes.shape)[takes > 0])
-        decides = least >= share * (1 - 1e-12)
-        fixed = ((takes > 0) & decides[passes]).any(axis=1)
-        rates[open_[fixed]] = fair[fixed]
-        left -= np.bincount(passes[fixed].ravel(), (takes[fixed] * fair[fixed][:, None]).ravel(), resources)
-        left = np.maximum(left, 0.0)
-        open_ = open_[~fixed]
-    return rates
-
-
-def simulate(transfers: Transfers, traffic: Traffic, cluster: Cluster, ring: bool = False) -> Run:
+def simulate(reader: Array, chunk: Array, nbytes: Array, traffic: Traffic, land: Array) -> Run:
     """Runs all transfers of a sync.
 
     Args:
-        transfers: sorted by reader and chunk.
+        reader, chunk: [N] engine rank of each transfer, and its chunk there; sorted by reader, then chunk.
+        nbytes: [N] of each transfer.
         traffic: what they need.
-        cluster: rates of what happens after the arrival.
-        ring: whether bytes go through receive buffers and a post-load step.
+        land: [readers, chunks] seconds from the arrival of a chunk until it has landed.
     """
-    readers = int(transfers.reader.max(initial=-1)) + 1
+    readers = len(land)
     finished = np.zeros(readers)
-    if not len(transfers):
+    if not len(reader):
         return Run(0.0, finished, 0)
-    size = np.maximum(transfers.nbytes, 1).astype(np.float64)
+    size = np.maximum(nbytes, 1).astype(np.float64)
     weight = traffic.need / size[:, None]
-    land = np.zeros((readers, int(transfers.chunk.max()) + 1))
-    np.add.at(land, (transfers.reader, transfers.chunk), landing_seconds(transfers, cluster, ring))
-    # transfers of each reader by the order of its chunks
+    # each reader's steps: its transfers by chunk
+    edges = np.flatnonzero(np.concatenate([[True], (np.diff(reader) != 0) | (np.diff(chunk) != 0)])).tolist()
     steps: list[list[Array]] = [[] for _ in range(readers)]
-    chunk_of: list[list[int]] = [[] for _ in range(readers)]
-    key = transfers.reader * (land.shape[1] + 1) + transfers.chunk
-    edges = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
-    for begin, end in zip(edges.tolist(), [*edges[1:].tolist(), len(key)], strict=True):
-        reader = int(transfers.reader[begin])
-        steps[reader].append(np.arange(begin, end))
-        chunk_of[reader].append(int(transfers.chunk[begin]))
-    step_of = np.zeros(len(key), np.int64)
-    for one in steps:
-        for number, members in enumerate(one):
-            step_of[members] = number
+    step_of = np.zeros(len(reader), np.int64)
+    for begin, end in zip(edges, [*edges[1:], len(reader)], strict=True):
+        mine = steps[int(reader[begin])]
+        step_of[begin:end] = len(mine)
+        mine.append(np.arange(begin, end))
     missing = [[len(members) for members in one] for one in steps]
-    posted = [0] * readers
-    processed = [0] * readers  # steps whose landing has begun
-    landing = [False] * readers
-    active = np.zeros(len(key), bool)
+    posted, processed, landing = [0] * readers, [0] * readers, [False] * readers
+    active = np.zeros(len(reader), bool)
     remaining = size.copy()
     timers: list[tuple[float, int]] = []
     now, events = 0.0, 0
 
-    def post(reader: int) -> None:
-        if posted[reader] < len(steps[reader]):
-            active[steps[reader][posted[reader]]] = True
-            posted[reader] += 1
+    def post(rank: int) -> None:
+        if posted[rank] < len(steps[rank]):
+            active[steps[rank][posted[rank]]] = True
+            posted[rank] += 1
 
-    def proceed(reader: int) -> None:
+    def proceed(rank: int) -> None:
         """Starts the landing of the reader's oldest chunk if it has arrived."""
-        step = processed[reader]
-        if not landing[reader] and step < posted[reader] and not missing[reader][step]:
-            landing[reader] = True
-            heapq.heappush(timers, (now + float(land[reader, chunk_of[reader][step]]), reader))
+        step = processed[rank]
+        if not landing[rank] and step < posted[rank] and not missing[rank][step]:
+            landing[rank] = True
+            heapq.heappush(timers, (now + float(land[rank, chunk[steps[rank][step][0]]]), rank))
 
-    for reader in range(readers):
-        post(reader)
-        post(reader)
+    for rank in range(readers):
+        post(rank)
+        post(rank)
     while True:
-        events += 1
         flowing = np.flatnonzero(active)
-        arrival = np.inf
+        arrival, done = np.inf, flowing[:0]
         if len(flowing):
             rates = fair_rates(traffic.way[flowing], weight[flowing], len(traffic.resources))
             left = remaining[flowing] / rates
             arrival = float(left.min())
         timer = timers[0][0] - now if timers else np.inf
-        step_s = min(arrival, timer)
-        if step_s == np.inf:
-            break
+        passed = min(arrival, timer)
+        if passed == np.inf:
+            return Run(float(finished.max(initial=0.0)), finished, events)
+        events += 1
         if len(flowing):
-            remaining[flowing] -= rates * step_s
+            remaining[flowing] -= rates * passed
             if arrival <= timer:
                 done = flowing[left <= arrival * (1 + _TOGETHER) + 1e-15]
-                active[done] = False
-        now += step_s
-        if len(flowing) and arrival <= timer:
-            for at in done.tolist():
-                missing[int(transfers.reader[at])][int(step_of[at])] -= 1
-            for reader in np.unique(transfers.reader[done]).tolist():
-                proceed(reader)
+        now += passed
+        active[done] = False
+        for at in done.tolist():
+            missing[int(reader[at])][int(step_of[at])] -= 1
+        for rank in np.unique(reader[done]).tolist():
+            proceed(rank)
         while timers and timers[0][0] <= now * (1 + _TOGETHER):
-            _, reader = heapq.heappop(timers)
-            landing[reader] = False
-            processed[reader] += 1
-            finished[reader] = now
-            post(reader)
-            proceed(reader)
-    return Run(float(finished.max()), finished, events)
-
-
+            _, rank = heapq.heappop(timers)
+            landing[rank] = False
+            processed[rank] += 1
+            finished[rank] = now
+            post(rank)
+            proceed(rank)

@@ -111,12 +111,13 @@ class FsdpLayout:
     Attributes:
         ranks: source ranks, replicas included.
         replicas: times that the whole model is held; divides `ranks`.
-        fused: whether the experts of a layer are one parameter, whose first axis is the expert (transformers from 5 on).
+        apart: whether each expert has parameters of its own; else the experts of a layer are one parameter, whose first axis is
+            the expert (transformers from 5 on).
     """
 
     ranks: int
     replicas: int = 1
-    fused: bool = True
+    apart: bool = False
 
     def check(self, config: Config) -> None:
         """See `Layout.check`."""
@@ -128,7 +129,7 @@ class FsdpLayout:
         shards = self.ranks // self.replicas
         at = rank % shards
         apart = [meta for layer in catalogue.layers.values() for meta in layer]
-        if not self.fused:
+        if self.apart:
             apart += [meta for experts in catalogue.experts.values() for expert in experts.values() for meta in expert]
         for meta in (*catalogue.outside, *apart):
             low, high = _stretch(meta.shape[0], shards, at)
@@ -136,7 +137,7 @@ class FsdpLayout:
                 shape = (high - low, *meta.shape[1:])
                 piece = Piece(meta, (low, *(0,) * (len(shape) - 1)), shape, 0, row_major(shape))
                 yield Parameter(meta.name, "", prod(shape), (piece,))
-        for layer, experts in catalogue.experts.items() if self.fused else ():
+        for layer, experts in () if self.apart else catalogue.experts.items():
             low, high = _stretch(len(experts), shards, at)
             held = [meta for expert in range(low, high) for meta in experts[expert]]
             for name in ("gate_up_proj", "down_proj"):

@@ -1,0 +1,129 @@
+"""What a plan can be told, and the checks that come before anything is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..demo.options import OptionError, parse_spec
+from ..errors import SourceError
+from ..shapes import MODELS, Config, config_of, read_config
+from .cluster import PLACEMENTS, Cluster
+from .megatron import MegatronLayout
+from .readers import LANDINGS, EngineLayout
+from .trainers import MODES, FsdpLayout
+
+_FSDP = {"ranks": 2, "replicas": 1, "apart": 0}
+_MEGATRON = {"ranks": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "vpp": 1, "first": 0, "last": 0}
+_ENGINE = {"tp": 1, "ep": 1, "pp": 1, "replicas": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """One plan.
+
+    Attributes:
+        model: a name of `shapes.MODELS`, or a checkpoint's `config.json` or folder.
+        config: of the model.
+        trainer, engine: the layouts.
+        trainer_text, engine_text: as they were written.
+        cluster: the machines.
+        placement: of `cluster.PLACEMENTS`.
+        mode: of `trainers.MODES`.
+        simulate: whether the plan is executed in a simulation beside the prediction.
+    """
+
+    model: str
+    config: Config
+    trainer: FsdpLayout | MegatronLayout
+    engine: EngineLayout
+    trainer_text: str
+    engine_text: str
+    cluster: Cluster = field(default_factory=Cluster)
+    placement: str = "separate"
+    mode: str = "live"
+    simulate: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of the trainer."""
+        return self.trainer.pp if isinstance(self.trainer, MegatronLayout) else 1
+
+    def check(self) -> PlanOptions:
+        """Returns itself. Raises OptionError for something that cannot work."""
+        for option, value, known in (
+            ("--placement", self.placement, PLACEMENTS),
+            ("--mode", self.mode, MODES),
+            ("--landing", self.engine.landing, LANDINGS),
+        ):
+            if value not in known:
+                raise OptionError(f"{option} {value!r} is unknown; known: {', '.join(known)}")
+        if self.engine.tp % self.engine.ep:
+            raise OptionError(f"--engine ep={self.engine.ep} does not divide tp={self.engine.tp}")
+        if self.engine.ep > 1 and not self.config.experts:
+            raise OptionError(f"--engine ep={self.engine.ep} spreads experts, and {self.model} has none")
+        if self.engine.pp > self.config.layers:
+            raise OptionError(f"--engine pp={self.engine.pp}: {self.model} has {self.config.layers} layers")
+        try:
+            self.trainer.check(self.config)
+        except SourceError as error:
+            raise OptionError(f"--trainer {self.trainer_text}: {error}") from error
+        return self
+
+
+def read_options(
+    model: str,
+    trainer: str,
+    engine: str,
+    *,
+    layers: int = 0,
+    cluster: Cluster | None = None,
+    placement: str = "separate",
+    mode: str = "live",
+    landing: str = "in_place",
+    simulate: bool = False,
+) -> PlanOptions:
+    """Reads what a command line says.
+
+    Args:
+        model: see `PlanOptions`.
+        trainer: "fsdp:ranks=N[,replicas=M][,apart=1]" or "megatron:ranks=N[,tp=..][,pp=..][,ep=..][,etp=..][,vpp=..][,first=..]
+            [,last=..]".
+        engine: "vllm" or "sglang", with ":tp=..,ep=..,pp=..,replicas=..".
+        layers: keep only so many decoder layers; 0 keeps all.
+        cluster, placement, mode, landing, simulate: see `PlanOptions` and `EngineLayout`.
+
+    Raises:
+        OptionError: something that cannot work.
+    """
+    try:
+        config = config_of(model) if model in MODELS or not Path(model).exists() else read_config(Path(model))
+        if not 0 <= layers <= config.layers:
+            raise SourceError(f"{model} has {config.layers} layers; {layers} cannot be kept of them")
+        config = replace(config, layers=layers) if layers else config
+    except SourceError as error:
+        raise OptionError(f"--model, --layers: {error}") from error
+    kind = trainer.partition(":")[0]
+    spec = parse_spec("--trainer", trainer, ("fsdp", "megatron"), _FSDP if kind == "fsdp" else _MEGATRON)
+    sizes = dict(spec.settings)
+    wanted = parse_spec("--engine", engine, ("vllm", "sglang"), _ENGINE)
+    layout: FsdpLayout | MegatronLayout
+    if kind == "fsdp":
+        layout = FsdpLayout(sizes["ranks"], sizes["replicas"], bool(sizes["apart"]))
+    else:
+        layout = MegatronLayout(
+            ranks=sizes["ranks"], tp=sizes["tp"], pp=sizes["pp"], ep=sizes["ep"], etp=sizes["etp"], vpp=sizes["vpp"],
+            first=sizes["first"], last=sizes["last"],
+        )  # fmt: skip
+    return PlanOptions(
+        model=model,
+        config=config,
+        trainer=layout,
+        engine=EngineLayout(wanted.name, **dict(wanted.settings), landing=landing),
+        trainer_text=trainer,
+        engine_text=engine,
+        cluster=cluster or Cluster(),
+        placement=placement,
+        mode=mode,
+        simulate=simulate,
+    ).check()

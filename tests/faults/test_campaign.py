@@ -1,0 +1,39 @@
+"""A seeded random campaign of faults: nobody serves wrong weights, nobody waits for ever, nothing is left behind.
+
+`pytest tests/faults --faults N --seed S` runs long; `--fault SPEC` replays what it printed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rdt_testbed.faults.campaign import Runner, Trial
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(0)]
+
+_SHARED = Path("/dev/shm")
+
+
+def test_no_promise_is_broken(runner: Runner, summaries, request):
+    if request.config.getoption("--fault"):
+        pytest.skip("one fault is replayed")
+    before = set(_SHARED.glob("torch_*"))
+    said: list[str] = []
+    summary = runner.campaign(
+        request.config.getoption("--faults"), request.config.getoption("--seed"), stop_at=5, say=said.append
+    )
+    summaries.append(summary)
+    assert not said, "\n".join(said)
+    mine = {f"torch_{pid}_" for pid in runner.pids}
+    left = [path for path in set(_SHARED.glob("torch_*")) - before if path.name.startswith(tuple(mine))]
+    assert not left, f"shared memory is left: {left}"
+
+
+def test_replay(runner: Runner, request):
+    specs = request.config.getoption("--fault")
+    if not specs:
+        pytest.skip("--fault SPEC replays a fault that a campaign found")
+    for spec in specs:
+        runner.run(Trial.parse(spec))

@@ -1,0 +1,43 @@
+"""Faults that broke a promise once, each as a campaign found it, with what was wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from rdt_testbed.faults.campaign import Runner, Trial
+
+pytestmark = pytest.mark.integration
+
+CASES = {
+    # a second begin of a sync that was over by then waited for the next one, under the old version
+    "begin_twice": "sources=2 replicas=1+1 mode=snapshot policy=best_effort; publish; source0 control.begin 1 before duplicate",
+    # its connect, sent late, took the place of the engine rank that had replaced it
+    "zombie_connects": "sources=1 replicas=1 mode=snapshot; attach; replica0/0 landing.trace 1 before stop -1",
+    # transfers that were posted and never waited for could not be posted again, until somebody reconnected
+    "pull_broke_off": "sources=2 replicas=1+1 mode=bucket pack=1024; publish; replica0/0 transfer.wait 5 before fail",
+    "pull_without_files": "sources=2 replicas=2 mode=snapshot; publish; replica0/1 transfer.wait 1 before handles",
+    # one bit of a request: both ends disagreed for ever about what their link moves
+    "request_damaged": (
+        "sources=2 replicas=1+1 mode=bucket pack=1024; catch_up; replica1/0 control.connect 1 before corrupt 777514"
+    ),
+    "offer_damaged": "sources=3 replicas=1 mode=bucket; catch_up; source2 control.offer 1 before corrupt 261557",
+    # one bit of where a shard lies: other bytes landed, all were accounted for, and the version was stamped
+    "manifest_damaged": (
+        "sources=3 replicas=2 mode=snapshot verify=full; coordinator; source1 control.join 1 before corrupt 2186"
+    ),
+    # the second pull read buckets that held later rounds, and the account of the first stood for it
+    "pull_twice": (
+        "sources=2 replicas=1+2 mode=bucket verify=full; move; source0 client.pull:replica1/0 1 before duplicate"
+    ),
+    # a source rank joined again while an engine rank planned: its connect was refused, and the sync failed with it
+    "epoch_advanced": (
+        "sources=3 replicas=1+1; publish; source1 control.outcome 1 before kill & source0 publisher.write 1 after delay 1"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_holds_now(name, runner: Runner):
+    trial = Trial.parse(CASES[name])
+    runner.run(trial)
+    assert runner.summary.faults, "the fault did not come to pass"
