@@ -82,25 +82,25 @@ class Worker(ModuleWorker):
         calm_nixl()
         torch.set_num_threads(1)
         super().__init__(lambda: model.Served(rank, world_size), rank, world_size, model.load)
+        self._left = 0
+        for kind in (MemoryTransfer, NixlTransfer, RayTransfer):
+            kind.post = self._failing(kind.post)  # type: ignore[method-assign]
 
     def pid(self) -> int:
         return os.getpid()
 
     def fail_at(self, post: int) -> None:
-        """The transfer that is posted as number `post` from now on fails."""
-        left = [post]
+        """The transfer that is posted as number `post` from now on fails; 0: none does."""
+        self._left = post
 
-        def failing(stock: Any) -> Any:
-            def run(transfer: Any) -> None:
-                left[0] -= 1
-                if left[0] == 0:
-                    raise TransportError("injected")
-                stock(transfer)
+    def _failing(self, stock: Any) -> Any:
+        def run(transfer: Any) -> None:
+            self._left -= 1
+            if self._left == 0:
+                raise TransportError("injected")
+            stock(transfer)
 
-            return run
-
-        for kind in (MemoryTransfer, NixlTransfer, RayTransfer):
-            kind.post = failing(kind.post)  # type: ignore[method-assign]
+        return run
 
     def serving(self) -> dict[str, Any]:
         try:
@@ -183,6 +183,8 @@ class RayCampaign:
             if kind == "stop":
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+        if kind == "fail":
+            self._get([actor.fail_at.remote(0)])
         del actor
         self._serving(what)
         self._heal(name if dead else "", what)
