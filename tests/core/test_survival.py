@@ -20,6 +20,7 @@ from rdt_core.errors import (
     MembershipError,
     RdtError,
     SyncError,
+    TakenOverError,
     TornReplicaError,
 )
 from rdt_core.replica import ModuleReplica, ModuleWorker
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.unit
 
 GROUP = "survival"
 TIMEOUT_S = 5.0
+BUCKETS: dict[str, dict[str, int]] = {"bucket": {"bucket_bytes": 128}, "snapshot": {}}
 
 
 def build(value: float = 0.0) -> torch.nn.Module:
@@ -67,7 +69,10 @@ class World:
     """Source ranks in threads, any number of replicas, and a coordinator that can be killed."""
 
     def __init__(self, ranks: int = 2, **options: Any) -> None:
-        self.ranks, self.options = ranks, {"policy": "require_all", "stall_timeout_s": 30.0} | options
+        self.ranks, self.options = (
+            ranks,
+            {"policy": "require_all", "stall_timeout_s": 30.0, "timeout_s": TIMEOUT_S} | options,
+        )
         self.stall_s = self.options.pop("stall_timeout_s")
         self.exchange = LocalExchange()
         self._lock = threading.Lock()
@@ -92,7 +97,7 @@ class World:
     def join(self, rank: int, takeover: bool = False) -> WeightSync:
         return WeightSync(
             self.control(), ModuleSource(self.models[rank]), group=GROUP, rank=rank, world_size=self.ranks,
-            kinds=("local",), timeout_s=TIMEOUT_S, exchange=self.exchange, reopen=lambda _: self.control(), takeover=takeover,
+            kinds=("local",), exchange=self.exchange, reopen=lambda _: self.control(), takeover=takeover,
             **self.options,
         )  # fmt: skip
 
@@ -533,3 +538,154 @@ def test_replicas_are_not_attached_to_a_group_whose_coordinator_died(world):
     late = made.replica("b")
     made.good(3)
     assert served(late) == ({3}, {3.0})
+
+
+# --- silence, and answers that were lost
+
+
+@pytest.mark.parametrize(("mode", "verify"), [("bucket", "off"), ("snapshot", "off"), ("snapshot", "full")])
+def test_best_effort_goes_on_without_a_replica_that_is_silent(world, mode, verify):
+    made = world(policy="best_effort", mode=mode, verify=verify, timeout_s=2.0, **BUCKETS[mode])
+    good, silent = made.replica("good"), made.replica("silent")
+    made.good(1)
+
+    def hang(*args: Any, deadline: float) -> None:
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        raise DeadlineError("it does not answer")
+
+    silent.pause = silent.abort = hang  # type: ignore[method-assign]
+    report = made.good(2)
+    assert report.replicas == ("good",)
+    assert "it does not answer" in report.failed["silent"] or "no answer from" in report.failed["silent"]
+    assert served(good) == ({2}, {2.0})
+
+
+def test_a_replica_that_its_driver_lost_unheard_is_no_part_of_the_version(world):
+    made = world(policy="best_effort")
+    good, bad = made.replica("good"), made.replica("bad")
+    made.good(1)
+    bad.breaks["finish"] = failing("dead")
+    control = made.control()
+    fail = control.fail
+    control.fail = lambda *args: failing("no answer", DeadlineError)()  # type: ignore[method-assign]
+    report = made.publish(2)[0]
+    control.fail = fail  # type: ignore[method-assign]
+    assert (report.replicas, set(report.failed)) == (("good",), {"bad"})
+    assert made.states() == {"good": ("serving", 2), "bad": ("torn", None)}
+    assert "dead" in str(bad.workers[0].landing.torn)
+    bad.breaks.clear()
+    assert made.all(lambda sync: sync.catch_up())[0].replicas == ("bad",)
+    assert served(good) == served(bad) == ({2}, {2.0})
+
+
+def test_a_replica_that_was_dropped_after_it_finished_is_told(world):
+    made = world(policy="best_effort")
+    good, bad = made.replica("good"), made.replica("bad")
+    made.good(1)
+    finish = bad.finish
+
+    def drop(version: int, *, deadline: float) -> None:
+        finish(version, deadline=deadline)
+        made.control().disconnect("bad/0", bad.workers[0].receiver._connection.manifest.incarnation)
+
+    bad.finish = drop  # type: ignore[method-assign]
+    report = made.good(2)
+    assert set(report.failed) == {"bad"}
+    assert bad.workers[0].landing.torn is not None
+    assert bad.workers[0].version() is None
+    assert served(good) == ({2}, {2.0})
+
+
+def test_a_late_replica_is_paused_also_where_rank_0_did_not_hear_of_the_version(world):
+    made = world()
+    made.good(1)
+    made.syncs[0].version = None
+    assert made.replica("late").paused
+
+
+def test_catching_up_works_after_the_coordinator_died(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    made.kill_coordinator()
+    made.all(lambda sync: sync.catch_up())
+    reports = made.all(lambda sync: sync.catch_up())
+    assert [one.version for one in reports] == [1, 1]
+    assert served(replica) == ({1}, {1.0})
+
+
+def test_replicas_that_a_failed_sync_left_paused_are_released_by_catching_up(world):
+    made = world()
+    one, other = made.replica("one"), made.replica("other")
+    made.good(1)
+    other.__dict__["pause"] = lambda *, deadline: failing("a moment's trouble")()
+    made.publish(2)
+    del other.__dict__["pause"]
+    made.fill(1.0)
+    made.all(lambda sync: sync.catch_up())
+    assert not one.paused
+    assert not other.paused
+    assert served(one) == served(other) == ({1}, {1.0})
+
+
+def test_a_join_that_was_not_answered_leaves_its_place_free(world):
+    control = LocalControl(Coordinator("alone", 2, 30.0))
+
+    def join() -> WeightSync:
+        return WeightSync(
+            control, ModuleSource(build()), group="alone", rank=0, world_size=2, kinds=("local",), timeout_s=0.1,
+            exchange=LocalExchange(),
+        )  # fmt: skip
+
+    for _ in range(2):
+        with pytest.raises(DeadlineError, match="no answer from source rank 1"):
+            join()
+    control.close()
+
+
+# --- those whose place was taken
+
+
+def test_a_predecessor_does_not_come_back_through_another_coordinator(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    dead = made.syncs[1]
+    made.models[1] = build(1.0)
+    made.syncs[1] = made.join(1, takeover=True)
+    made.good(2)
+    made.kill_coordinator()
+    made.fill(3.0)
+    with ThreadPoolExecutor(3) as pool:
+        lost = pool.submit(lambda: dead.publish(3))
+        first, second = [pool.submit(lambda sync=sync: sync.publish(3)) for sync in made.syncs]
+        with pytest.raises(TakenOverError):
+            lost.result()
+        assert first.result() == second.result()
+    assert served(replica) == ({3}, {3.0})
+
+
+def test_a_predecessor_neither_fails_a_sync_nor_touches_an_engine(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    dead = made.syncs[0]
+    made.models[0] = build(1.0)
+    made.syncs[0] = made.join(0, takeover=True)
+    made.syncs[0].attach(replica)
+    made.good(2)
+    connects: list[int] = []
+    replica.breaks["connect"] = lambda: connects.append(1)
+    control, token = made.control(), dead._token
+    for call in (
+        lambda: dead.publish(3),
+        lambda: control.fail(None, "source rank 0", "check", "its parameters moved", None, None, (0, token)),
+        lambda: control.tear(["a"], "no", token),
+        lambda: control.detach("a", token),
+        lambda: control.expect("a", token),
+    ):
+        with pytest.raises(TakenOverError):
+            call()
+    assert not connects
+    made.good(3)
+    assert served(replica) == ({3}, {3.0})

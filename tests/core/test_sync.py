@@ -499,11 +499,11 @@ def test_a_join_that_failed_after_parameters_moved_is_made_up_for(group):
     source.local = [(name, start, tensor.clone()) for name, start, tensor in source.local]
     join, failed = made.control.join, []
 
-    def flaky(manifest, token):
+    def flaky(manifest, token, **options):
         if not failed:
             failed.append(1)
             raise DeadlineError("the coordinator did not answer in time")
-        return join(manifest, token)
+        return join(manifest, token, **options)
 
     made.control.join = flaky
     with pytest.raises(RdtError, match="did not answer in time"):

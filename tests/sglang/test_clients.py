@@ -125,7 +125,7 @@ def test_a_whole_sync_in_order(server):
     sync(client)
     assert server.order == [
         "pause_generation", "model_info", "rdt/weights:begin", "update_weight_version", "rdt/weights:pull",
-        "rdt/weights:finish", "flush_cache", "update_weight_version", "model_info", "continue_generation",
+        "rdt/weights:finish", "flush_cache", "model_info", "update_weight_version", "model_info", "continue_generation",
     ]  # fmt: skip
     stamps = [body["new_version"] for name, body in server.asked if name == "update_weight_version"]
     assert stamps == ["receiving 7", "7"], "it claims no version that it does not hold"
@@ -152,10 +152,35 @@ def test_a_cache_that_is_not_dropped_leaves_the_version_as_it_was(server):
 
 
 def test_a_version_that_is_not_reported_back_is_an_error(server):
-    server.answers["model_info"] = (200, {"weight_version": "6"})
-    with pytest.raises(EngineError, match="given version 7 and says that it serves '6'"):
+    server.answers["model_info"] = (200, {"weight_version": "receiving 7"})
+    with pytest.raises(EngineError, match="given version 7 and says that it serves 'receiving 7'"):
         sync(SglangHttpEngine(server.url))
     assert "continue_generation" not in server.order
+
+
+@pytest.mark.parametrize("stamp", ["default", "3", "receiving 8"])
+def test_an_engine_that_is_another_one_by_now_is_not_stamped(server, stamp):
+    client = SglangHttpEngine(server.url)
+    client.begin(7, deadline=soon())
+    client.pull(7, deadline=soon())
+    client.finish(7, deadline=soon())
+    server.version = stamp
+    with pytest.raises(EngineError, match=f"says '{stamp}' instead of receiving it"):
+        client.commit(7, deadline=soon())
+    assert server.version == stamp
+    client.abort(7, "it was started again", deadline=soon())
+    assert server.version == stamp
+
+
+def test_an_engine_that_was_started_again_is_not_given_its_old_stamp(server):
+    client = SglangHttpEngine(server.url)
+    sync(client, 1)
+    server.version = "default"
+    server.answers["rdt/weights:begin"] = (500, {"error": {"type": "EngineError", "message": "it is not connected"}})
+    with pytest.raises(EngineError, match="not connected"):
+        client.begin(2, deadline=soon())
+    client.abort(2, "it is not connected", deadline=soon())
+    assert server.version == "default"
 
 
 def test_every_rank_must_be_reached(server):
@@ -181,7 +206,7 @@ def test_an_abort_is_told_only_where_something_began(server):
     client.abort(7, "why", deadline=soon())
     assert server.order == [
         "model_info", "rdt/weights:begin", "update_weight_version", "rdt/weights:abort", "rdt/weights:status",
-        "update_weight_version",
+        "model_info", "update_weight_version",
     ]  # fmt: skip
     assert server.version == "default", "nothing was pulled: it holds what it held before"
     assert server.body("rdt/weights:abort")["arguments"] == {"version": 7, "reason": "version 7: why"}

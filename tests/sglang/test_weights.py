@@ -35,6 +35,9 @@ class Receiver:
             raise SyncError("the trainer died")
         return SimpleNamespace(bytes=12)
 
+    def forget(self) -> None:
+        self.calls.append("forget")
+
     def finish(self, version: int) -> None:
         if self.fails == "finish":
             raise EngineError("an address changed")
@@ -219,7 +222,7 @@ def test_leaving_in_the_middle_tears_and_leaving_again_is_harmless(weights):
     receiver = weights._receiver
     weights.close()
     weights.close()
-    assert receiver.calls == ["close"]
+    assert receiver.calls == ["forget", "close"]
     assert phase(weights)[0] == "torn"
 
 

@@ -86,7 +86,7 @@ def failed(message: str) -> tuple[int, Any]:
 def test_a_sync_is_vllms_own_calls_in_order(server):
     client = VllmHttpEngine(server.url + "/", name="r")
     assert isinstance(client, EngineClient)
-    versions = ("default", "default", "7")
+    versions = ("default", "default", "receiving 7", "7")
     server.answers["weight_info"] = [(200, {"weight_version": one}) for one in versions]
     assert client.version(deadline=soon()) is None
     client.connect(INFO, deadline=soon())
@@ -99,8 +99,8 @@ def test_a_sync_is_vllms_own_calls_in_order(server):
     client.health(deadline=soon())
     assert server.paths() == [
         "weight_info", "init_weight_transfer_engine", "pause?mode=keep&clear_cache=true", "weight_info",
-        "start_weight_update", "update_weight_version", "update_weights", "finish_weight_update", "update_weight_version",
-        "weight_info", "resume", "health",
+        "start_weight_update", "update_weight_version", "update_weights", "finish_weight_update", "weight_info",
+        "update_weight_version", "weight_info", "resume", "health",
     ]  # fmt: skip
     bodies = {path: body for _, path, body in server.asked}
     init = bodies["init_weight_transfer_engine"]["init_info"]
@@ -121,9 +121,9 @@ def test_the_cache_policy_is_explicit(server, cache, query):
 
 def test_a_version_that_is_not_reported_back_is_an_error(server):
     client = VllmHttpEngine(server.url, name="r")
-    server.answers["weight_info"] = [(200, {"weight_version": "6"})] * 2
+    server.answers["weight_info"] = [(200, {"weight_version": one}) for one in ("6", "receiving 7", "receiving 7")]
     client.begin(7, deadline=soon())
-    with pytest.raises(EngineError, match="given version 7 and says that it serves 6"):
+    with pytest.raises(EngineError, match="given version 7 and says that it serves receiving 7"):
         client.commit(7, deadline=soon())
 
 
@@ -168,13 +168,16 @@ def test_abort_does_what_the_failed_call_left_to_do(server):
     client.begin(1, deadline=soon())
     server.asked.clear()
     server.answers = {name: list(answers) for name, answers in ended.items()}
+    server.answers["weight_info"] = [(200, {"weight_version": "receiving 1"})]
     client.abort(1, "because", deadline=soon())
-    assert server.paths() == ["update_weights", "finish_weight_update", "update_weight_version"]
-    assert server.asked[0][2]["update_info"]["abort"] == "version 1: because"
+    assert server.paths() == ["update_weights", "finish_weight_update", "weight_info", "update_weight_version"]
+    assert server.asked[0][2]["update_info"] == {"abort": "version 1: because", "version": -1}
     assert server.asked[1][2] == {}
-    assert server.asked[2][2] == {"new_version": "6"}, "nothing was pulled: it holds what it held before"
+    assert server.asked[3][2] == {"new_version": "6"}, "nothing was pulled: it holds what it held before"
     client.abort(1, "again", deadline=soon())
-    assert len(server.asked) == 3
+    assert len(server.asked) == 4
+
+    server.answers["weight_info"] = [(200, {"weight_version": "6"})]
 
     client.begin(2, deadline=soon())
     client.pull(2, deadline=soon())
@@ -188,6 +191,36 @@ def test_abort_does_what_the_failed_call_left_to_do(server):
     }
     client.abort(2, "because", deadline=soon())
     assert server.paths() == ["start_weight_update", "update_weights", "finish_weight_update"]
+
+
+@pytest.mark.parametrize("stamp", ["default", "3", "receiving 8"])
+def test_an_engine_that_is_another_one_by_now_is_not_stamped(server, stamp):
+    client = VllmHttpEngine(server.url, name="r")
+    server.answers["weight_info"] = [(200, {"weight_version": one}) for one in ("6", stamp, stamp)]
+    client.begin(7, deadline=soon())
+    client.pull(7, deadline=soon())
+    client.finish(7, deadline=soon())
+    server.asked.clear()
+    with pytest.raises(EngineError, match=f"says '{stamp}' instead of receiving it"):
+        client.commit(7, deadline=soon())
+    client.abort(7, "it was started again", deadline=soon())
+    assert "update_weight_version" not in server.paths()
+
+
+def test_an_abort_after_finish_reaches_the_workers(server):
+    client = VllmHttpEngine(server.url, name="r")
+    server.answers["weight_info"] = [(200, {"weight_version": "6"})]
+    client.begin(7, deadline=soon())
+    client.pull(7, deadline=soon())
+    client.finish(7, deadline=soon())
+    server.asked.clear()
+    server.answers = {
+        "update_weights": [failed(f"{ABORTED}: because")],
+        "finish_weight_update": [failed("finish_weight_update called without a matching start_weight_update.")],
+    }
+    client.abort(7, "another replica failed", deadline=soon())
+    assert server.paths() == ["start_weight_update", "update_weights", "finish_weight_update"]
+    assert server.asked[1][2]["update_info"] == {"version": 7, "abort": "version 7: another replica failed"}
 
 
 def test_an_abort_that_the_engine_does_not_understand_is_an_error(server):

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from .driver import side_by_side
 from .engines import ConnectInfo, EngineClient
-from .errors import EngineError, MembershipError, RdtError, SyncError
+from .errors import CoordinatorLostError, EngineError, MembershipError, RdtError, SyncError
 from .sources.base import IterableWeightSource, WeightSource
 from .sync import WeightSync
 from .wire import SyncReport
@@ -127,7 +127,10 @@ class SyncAdapter:
                 self._engines[engine] = client
             elif self._doubted:
                 # in place: a living engine keeps its links, one that was started again plans and takes its place
-                sync.reconnect(known)
+                try:
+                    sync.reconnect(known)
+                except CoordinatorLostError:
+                    return  # the next send opens another coordinator, and connects all of them then
         self._doubted = False
 
     def _made(self, engine: Any) -> EngineClient:
@@ -193,7 +196,8 @@ class SyncAdapter:
         report, self._report = self._report, None
         self._state, self._next = "connected", None
         deadline = time.monotonic() + self._timeout_s
-        failure = side_by_side([partial(_check, one, report.version, deadline) for one in self._engines.values()])
+        serving = [one for one in self._engines.values() if one.name in report.replicas]
+        failure = side_by_side([partial(_check, one, report.version, deadline) for one in serving])
         if failure is not None:
             self._doubted = True
             raise failure

@@ -64,10 +64,16 @@ class Control(ABC):
         return self._call(method, (*args, timeout_s), timeout_s + self.grace_s)
 
     def join(
-        self, manifest: wire.SourceManifest, token: str, *, version: int | None = None, takeover: bool = False
-    ) -> None:
+        self,
+        manifest: wire.SourceManifest,
+        token: str,
+        *,
+        version: int | None = None,
+        takeover: bool = False,
+        terms: Mapping[int, int] | None = None,
+    ) -> int:
         """See `Coordinator.join`."""
-        self._quick("join", wire.encode(manifest), token, version, takeover)
+        return int(self._quick("join", wire.encode(manifest), token, version, takeover, dict(terms or {})))
 
     def leave(self, rank: int, token: str) -> None:
         """See `Coordinator.leave`."""
@@ -86,9 +92,9 @@ class Control(ABC):
         """See `Coordinator.connect`."""
         self._quick("connect", wire.encode(manifest), epoch)
 
-    def expect(self, replica: str) -> str:
+    def expect(self, replica: str, token: str | None = None) -> str:
         """See `Coordinator.expect`."""
-        return str(self._quick("expect", replica))
+        return str(self._quick("expect", replica, token))
 
     def knows(self, reader: str, incarnation: str) -> bool:
         """See `Coordinator.knows`."""
@@ -98,9 +104,9 @@ class Control(ABC):
         """See `Coordinator.disconnect`."""
         self._quick("disconnect", reader, incarnation)
 
-    def detach(self, replica: str) -> None:
+    def detach(self, replica: str, token: str | None = None) -> None:
         """See `Coordinator.detach`."""
-        self._quick("detach", replica)
+        self._quick("detach", replica, token)
 
     def replica_ready(self, replica: str, timeout_s: float) -> list[wire.EngineManifest]:
         """See `Coordinator.replica_ready`."""
@@ -118,12 +124,12 @@ class Control(ABC):
         readable: int = 0,
         policy: str = "require_all",
         verify: str = "off",
-    ) -> tuple[int, list[wire.ReadRequest], list[tuple[str, str]]]:
+    ) -> tuple[int, list[wire.ReadRequest], tuple[list[tuple[str, str]], dict[int, int]]]:
         """See `Coordinator.begin`."""
         names = None if replicas is None else list(replicas)
         args = (rank, token, version, names, readable, policy, timeout_s, verify, next(self._begun))
-        sync, requests, gone = self._call("begin", args, timeout_s + self.grace_s)
-        return sync, [wire.decode(request, wire.ReadRequest) for request in requests], gone
+        sync, requests, news = self._call("begin", args, timeout_s + self.grace_s)
+        return sync, [wire.decode(request, wire.ReadRequest) for request in requests], news
 
     def offer(
         self, rank: int, sync: int, offers: Sequence[wire.LinkOffer], refs: Sequence[Sequence[Any]] | None = None
@@ -180,13 +186,14 @@ class Control(ABC):
         message: str,
         absent: tuple[int, int] | None = None,
         replica: str | None = None,
+        caller: tuple[int, str] | None = None,
     ) -> str | None:
         """See `Coordinator.fail`."""
-        return self._quick("fail", sync, member, phase, message, absent, replica)
+        return self._quick("fail", sync, member, phase, message, absent, replica, caller)
 
-    def tear(self, replicas: Sequence[str], reason: str) -> None:
+    def tear(self, replicas: Sequence[str], reason: str, token: str | None = None) -> None:
         """See `Coordinator.tear`."""
-        self._quick("tear", list(replicas), reason)
+        self._quick("tear", list(replicas), reason, token)
 
     def commit(
         self,

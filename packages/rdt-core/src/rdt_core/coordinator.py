@@ -40,7 +40,14 @@ class Coordinator:
 
     # --- source ranks
 
-    async def join(self, manifest: bytes, token: str, version: int | None = None, takeover: bool = False) -> None:
+    async def join(
+        self,
+        manifest: bytes,
+        token: str,
+        version: int | None = None,
+        takeover: bool = False,
+        terms: dict[int, int] | None = None,
+    ) -> int:
         """Adds a source rank, or replaces the manifest of one whose memory moved (same token, the epoch advances).
 
         Args:
@@ -49,15 +56,25 @@ class Coordinator:
             version: last one that this rank saw committed, under this coordinator or one that died; versions go on from the
                 greatest that any rank has seen.
             takeover: the rank is a new process in the place of one that is dead, whose calls are refused from here on.
+            terms: by source rank, how often its place was taken over as far as this rank knows, its own term among them: a
+                predecessor cannot come back through a coordinator that does not know of it.
+
+        Returns:
+            The rank's term.
 
         Raises:
+            TakenOverError: another process has taken this rank's place.
             MembershipError: another group or world size, or the rank is taken.
             VersionError: another major version of the wire format.
             CoverageError: it contradicts another rank about a checkpoint tensor.
             WireError: the manifest is impossible.
         """
+        known = dict(terms or {})
+        rank = wire.decode(manifest, wire.SourceManifest).rank
+        own = known.pop(rank, 0)
+        self._members.learn(known)
         try:
-            replaced = self._members.join(manifest, token, takeover)
+            replaced = self._members.join(manifest, token, takeover, own)
         except CoverageError as error:
             # the rank belongs here, and will not come as it is: whoever waits for it is told why
             self._members.joined.wake(error)
@@ -67,6 +84,7 @@ class Coordinator:
         running = self._syncs.running
         if replaced is not None and running is not None:
             self._syncs.fail(running, member_name(replaced), "join", "it joined again while the sync was running")
+        return self._members.sources[rank].term
 
     async def leave(self, rank: int, token: str) -> None:
         """Removes a source rank; fails what was running. Nothing happens if it is not a member.
@@ -113,8 +131,9 @@ class Coordinator:
         """
         self._syncs.lost(self._members.connect(manifest, epoch), "connect", "it connected again as another incarnation")
 
-    async def expect(self, replica: str) -> str:
+    async def expect(self, replica: str, token: str | None = None) -> str:
         """The driver connects a replica: returns what its engine ranks must bring, so that those of before are refused."""
+        self._check_driver(token)
         return self._members.expect(replica)
 
     async def knows(self, reader: str, incarnation: str) -> bool:
@@ -131,8 +150,14 @@ class Coordinator:
                 replica.torn = ""
                 self._members.prune(replica)
 
-    async def detach(self, replica: str) -> None:
-        """Removes every engine rank of a replica (the way out when it died); fails a sync that it takes part in."""
+    async def detach(self, replica: str, token: str | None = None) -> None:
+        """Removes every engine rank of a replica (the way out when it died); fails a sync that it takes part in.
+
+        Args:
+            replica: its name.
+            token: of source rank 0, where that drives: one whose place was taken is refused.
+        """
+        self._check_driver(token)
         found = self._members.replicas.pop(replica, None)
         if found is not None:
             for rank in tuple(found.readers):
@@ -166,7 +191,7 @@ class Coordinator:
         timeout_s: float,
         verify: str = "off",
         attempt: int | None = None,
-    ) -> tuple[int, list[bytes], list[tuple[str, str]]]:
+    ) -> tuple[int, list[bytes], tuple[list[tuple[str, str]], dict[int, int]]]:
         """Starts a sync: returns once every source rank has begun the same version. Fails a sync that still runs.
 
         Args:
@@ -183,8 +208,8 @@ class Coordinator:
             attempt: greater with each begin of this rank; one that comes twice, or late, is refused and changes nothing.
 
         Returns:
-            The sync's id; each `ReadRequest` to this rank that it has not answered with an offer yet; and name and incarnation
-            of each reader that it made an offer to and that is gone.
+            The sync's id; each `ReadRequest` to this rank that it has not answered with an offer yet; and the news: name and
+            incarnation of each reader that it made an offer to and that is gone, and the terms of source ranks (see `join`).
 
         Raises:
             MembershipError: this rank did not join; or, on every rank, a replica is not connected or planned against
@@ -201,7 +226,8 @@ class Coordinator:
         gone: list[tuple[str, str]] = []
         if source is not None:
             gone, source.gone = source.gone, gone
-        return record.id, [wire.encode(request) for request in record.unanswered.get(rank, ())], gone
+        terms = {other: term for other, term in self._members.terms.items() if term}
+        return record.id, [wire.encode(request) for request in record.unanswered.get(rank, ())], (gone, terms)
 
     async def offer(self, rank: int, sync: int, offers: list[bytes], refs: list[list[Any]]) -> None:
         """Takes a source rank's answers to read requests.
@@ -267,7 +293,9 @@ class Coordinator:
         record.publish(rank, round)
         if awaited is not None:
             what = f"round {awaited} of sync {sync} to be read"
-            await self._syncs.wait(record.read(awaited), timeout_s, what, record, rank, "await_read")
+            # readers wait for this rank meanwhile: one that is silent is dropped in time for the others
+            limit_s = timeout_s / 2 if record.policy == "best_effort" else timeout_s
+            await self._syncs.wait(record.read(awaited), limit_s, what, record, rank, "await_read")
 
     async def digests(self, rank: int, sync: int, digests: dict[str, bytes], seconds: float) -> None:
         """Takes a source rank's digests of all that was to be verified in this sync.
@@ -384,6 +412,7 @@ class Coordinator:
         message: str,
         absent: tuple[int, int] | None = None,
         replica: str | None = None,
+        caller: tuple[int, str] | None = None,
     ) -> str | None:
         """Fails a sync for all of its members; the first failure wins. With policy "best_effort" a replica fails alone.
 
@@ -394,10 +423,13 @@ class Coordinator:
             message: why.
             absent: source rank and version that it does not begin; ranks that begin it later are told at once.
             replica: whose failure it is; None: a source rank's.
+            caller: source rank and token of who says so: one whose place was taken is refused.
 
         Returns:
             The failure that every member sees (of that replica), or None if there was nothing to fail.
         """
+        if caller is not None and caller[0] in self._members.sources:
+            self._members.check_token(*caller)
         if sync is not None:
             record = self._syncs.latest
             if record is None or record.id != sync:
@@ -410,8 +442,13 @@ class Coordinator:
             return self._syncs.fail(running, member, phase, message)
         return self._barrier.fail(member, phase, message, absent)
 
-    async def tear(self, replicas: list[str], reason: str) -> None:
+    def _check_driver(self, token: str | None) -> None:
+        if token is not None and 0 in self._members.sources:
+            self._members.check_token(0, token)
+
+    async def tear(self, replicas: list[str], reason: str, token: str | None = None) -> None:
         """The driver found that replicas do not serve what was committed: their version is unknown, and they are torn."""
+        self._check_driver(token)
         for name in replicas:
             replica = self._members.replicas.get(name)
             if replica is not None:
@@ -443,6 +480,11 @@ class Coordinator:
         record.told.arrive(rank)
         if record.report:
             return record.report
+        for name, problem in (failed or {}).items():
+            if name in record.replicas and record.policy == "best_effort":
+                self._syncs.lose(record, name, f"replica {name!r}", "drive", problem)
+        if record.failure:
+            raise SyncError(record.failure)
         if not record.accounted.is_open:
             raise SyncError(self._syncs.fail(record, member_name(rank), "commit", record.describe_silence()))
         replicas = tuple(name for name in record.replicas if name not in record.dropped)
@@ -461,6 +503,10 @@ class Coordinator:
             verify=record.verify,
         )
         self._version = record.version
+        for name in record.dropped:
+            left = self._members.replicas.get(name)
+            if left is not None and left.version == record.version:  # published again, and this one has not got it
+                left.version = None
         for name in replicas:
             replica = self._members.replicas[name]
             replica.version, replica.torn = record.version, ""

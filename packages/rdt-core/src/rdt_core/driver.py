@@ -32,6 +32,7 @@ class Driver:
         info: fields of `ConnectInfo` that are the same for every replica.
 
     Attributes:
+        token: of source rank 0: if its place is taken, nothing that it does counts any more.
         clients: by name of the replica.
         doubted: replicas whose last sync failed: they connect again before the next one, which ends what an engine still has
             open and costs a living one nothing else.
@@ -39,6 +40,7 @@ class Driver:
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         self._info = dict(info)
+        self.token: str | None = None
         self.clients: dict[str, EngineClient] = {}
         self.doubted: set[str] = set()
 
@@ -50,7 +52,7 @@ class Driver:
             EngineError: an engine rank failed to connect.
             DeadlineError: one did not answer in time.
         """
-        info = ConnectInfo(replica=client.name, attempt=control.expect(client.name), **self._info)
+        info = ConnectInfo(replica=client.name, attempt=control.expect(client.name, self.token), **self._info)
         client.connect(info, deadline=time.monotonic() + timeout_s)
         ranks = control.replica_ready(client.name, timeout_s)
         _, manifests = control.sources(timeout_s)
@@ -114,6 +116,7 @@ class Round:
         policy: "require_all" or "best_effort".
         timeout_s: deadline of each step of each replica, in seconds.
         phases: filled with the seconds of the slowest replica, by phase.
+        caller: source rank and token of the driver.
 
     Attributes:
         failed: replicas that were left out, and why.
@@ -129,7 +132,9 @@ class Round:
         policy: str,
         timeout_s: float,
         phases: dict[str, float],
+        caller: tuple[int, str],
     ) -> None:
+        self._caller = caller
         self._control = control
         self._sync = sync
         self._version = version
@@ -166,8 +171,7 @@ class Round:
                 if self._policy == "require_all":
                     raise failure from error
                 log.warning("replica %r is left out of version %d: %s", client.name, self._version, failure)
-                self.failed[client.name] = str(failure)
-                self._abort([client], str(failure))
+                self.failed[client.name] = str(failure)  # it is told after the others: it may not answer
                 return
             name = "engine_begin" if phase == "begin" else phase
             with self._lock:
@@ -177,7 +181,7 @@ class Round:
         """Fails the sync, or with "best_effort" this replica's part of it; returns the failure that came first."""
         own = error if isinstance(error, RdtError) else SyncError(str(error) or repr(error))
         try:
-            first = self._control.fail(self._sync, f"replica {replica!r}", phase, str(own), None, replica)
+            first = self._control.fail(self._sync, f"replica {replica!r}", phase, str(own), None, replica, self._caller)
         except CoordinatorLostError:
             raise
         except RdtError as unheard:
@@ -188,15 +192,15 @@ class Round:
         return own if first is None or first == str(own) else SyncError(first)
 
     def abort(self, reason: str) -> None:
-        """Tells every replica that is still in the sync that it failed."""
-        self._abort([client for client in self._clients if client.name not in self.failed], reason)
+        """Tells every replica that the sync failed."""
+        self._told(_each({client.name: self._abort(client, reason) for client in self._clients}))
 
-    def _abort(self, clients: Sequence[EngineClient], reason: str) -> None:
+    def _abort(self, client: EngineClient, reason: str) -> Callable[[], None]:
         deadline = time.monotonic() + self._timeout_s
-        failures = _each(
-            {client.name: partial(client.abort, self._version, reason, deadline=deadline) for client in clients}
-        )
-        for name, error in failures.items():  # it may be dead, which is why the sync failed
+        return partial(client.abort, self._version, self.failed.get(client.name, reason), deadline=deadline)
+
+    def _told(self, failures: Mapping[str, Exception]) -> None:
+        for name, error in failures.items():  # it may be dead, which is why it failed
             log.warning("replica %r could not be told that version %d failed: %s", name, self._version, error)
 
     def commit(self, failed: Iterable[str]) -> dict[str, Exception]:
@@ -209,11 +213,23 @@ class Round:
             What failed, by name: such a replica is not stamped, or not resumed.
         """
         out = {*failed, *self.failed}
-        failures = _each(
-            {client.name: partial(self._release, client) for client in self._clients if client.name not in out}
+        # side by side: one that is silent must not keep the others from going on
+        outcome = _each(
+            {
+                client.name: self._abort(client, "the sync went on without it")
+                if client.name in out
+                else partial(self._release, client)
+                for client in self._clients
+            }
         )
+        self._told({name: error for name, error in outcome.items() if name in out})
+        failures = {name: error for name, error in outcome.items() if name not in out}
         if failures:
-            self._control.tear(list(failures), "; ".join(str(error) for error in failures.values()))
+            told = "; ".join(str(error) for error in failures.values())
+            try:
+                self._control.tear(list(failures), told, self._caller[1])
+            except RdtError as unheard:
+                log.warning("the coordinator could not be told that replicas were not released (%s): %s", told, unheard)
         return failures
 
     def _release(self, client: EngineClient) -> None:

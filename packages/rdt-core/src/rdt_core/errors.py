@@ -41,6 +41,10 @@ class MembershipError(RdtError):
     """A join that contradicts the group: a rank taken twice, another world size, an unknown group."""
 
 
+class TakenOverError(MembershipError):
+    """Another process has taken the place of this source rank; nothing that this one does counts any more."""
+
+
 class PlacementError(RdtError):
     """Ranks cannot be given GPUs as asked: too few, in the wrong places, taken, shared, or hidden from their process."""
 

@@ -8,12 +8,13 @@ since.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from . import wire
 from .declared import Declared
-from .errors import MembershipError, SyncError, VersionError, WireError
+from .errors import MembershipError, SyncError, TakenOverError, VersionError, WireError
 from .gates import Gate, member_name
 
 
@@ -26,6 +27,7 @@ class Source:
     status: wire.SourceStatus
     mode_reason: str
     tensors: tuple[wire.TensorMeta, ...]
+    term: int = 0  # how many processes had this place before
     attempt: int = 0  # greatest of its begins
     gone: list[tuple[str, str]] = field(default_factory=list)  # readers that it serves for nothing: name, incarnation
 
@@ -121,10 +123,37 @@ class Members:
         self.sources: dict[int, Source] = {}
         self.joined = Gate(range(world_size))
         self.replicas: dict[str, Replica] = {}
+        self.terms: dict[int, int] = {}  # by source rank, where a process took another one's place
         self._ever_joined: set[int] = set()
         self._declared: Declared | None = Declared()  # None until made again, after a rank left or changed
 
-    def join(self, manifest: bytes, token: str, takeover: bool = False) -> int | None:
+    def learn(self, terms: Mapping[int, int]) -> None:
+        """Takes what a rank knows about who took whose place; a process of an earlier term is a member no more."""
+        for rank, term in terms.items():
+            if term <= self.terms.get(rank, 0):
+                continue
+            self.terms[rank] = term
+            source = self.sources.get(rank)
+            if source is not None and source.term < term:
+                del self.sources[rank]
+                self._declared = None
+                self.joined.expect((rank,))
+
+    def _term(self, rank: int, token: str, takeover: bool, term: int) -> int:
+        """Returns the term that a process joins in. Raises TakenOverError for one whose place was taken."""
+        known, previous = self.terms.get(rank, 0), self.sources.get(rank)
+        if previous is not None and previous.token == token:
+            return previous.term
+        if takeover:
+            return known + 1
+        if term < known:
+            raise TakenOverError(
+                f"source rank {rank} of group {self.group!r} has been taken over by another process; this one is out. A process "
+                "that is to take its place in turn joins with takeover=True"
+            )
+        return term
+
+    def join(self, manifest: bytes, token: str, takeover: bool = False, term: int = 0) -> int | None:
         """Adds a source rank or replaces its manifest; see `Coordinator.join`.
 
         Returns:
@@ -139,7 +168,8 @@ class Members:
                 f"the group was opened for {self.world_size}; every rank must pass the same world_size"
             )
         previous = self.sources.get(rank)
-        if previous is not None and previous.token != token and not takeover:
+        term = self._term(rank, token, takeover, term)
+        if previous is not None and previous.token != token and term <= previous.term:
             raise MembershipError(
                 f"two joins under one rank: source rank {rank} of group {self.group!r} is taken by process "
                 f"{previous.status.pid} on {previous.status.hostname}, and process {message.node.pid} on "
@@ -158,7 +188,8 @@ class Members:
             rounds=message.rounds,
         )
         attempt = previous.attempt if previous is not None and previous.token == token else 0
-        self.sources[rank] = Source(token, manifest, status, message.mode_reason, message.tensors, attempt)
+        self.terms[rank] = max(term, self.terms.get(rank, 0))
+        self.sources[rank] = Source(token, manifest, status, message.mode_reason, message.tensors, term, attempt)
         self.joined.arrive(rank)
         if rank not in self._ever_joined:
             self._ever_joined.add(rank)
@@ -182,7 +213,8 @@ class Members:
         if source is None:
             raise MembershipError(f"source rank {rank} is not a member of group {self.group!r}; it must join first")
         if source.token != token:
-            raise MembershipError(
+            kind = TakenOverError if source.term else MembershipError
+            raise kind(
                 f"source rank {rank} of group {self.group!r} was joined by process {source.status.pid} on "
                 f"{source.status.hostname}, not by the caller"
             )

@@ -54,12 +54,24 @@ class Membership:
         self._is_lost = False  # the coordinator died
         self._timeout_s = timeout_s
         self._token = uuid.uuid4().hex
+        self._terms: dict[int, int] = {}  # how often the place of each source rank was taken over, its own among them
         self._make_publisher = publisher
         self._publisher = publisher()
-        control.join(self._publisher.manifest, self._token, takeover=takeover)
-        self._is_joined = True
-        control.joined(timeout_s)
-        self.version, _ = control.current()
+        try:
+            self._terms[rank] = control.join(self._publisher.manifest, self._token, takeover=takeover)
+            self._is_joined = True
+            control.joined(timeout_s)
+            self.version, _ = control.current()
+        except BaseException:
+            self._give_up()  # else the place stays taken by a process that has no membership
+            raise
+
+    def _give_up(self) -> None:
+        try:
+            self._control.leave(self.rank, self._token)
+        except RdtError as error:
+            log.debug("source rank %d: the coordinator did not take the goodbye: %s", self.rank, error)
+        self._publisher.close()
 
     def _follow_memory(self) -> None:
         """Joins again where parameters moved that readers read, so that they learn the new addresses first."""
@@ -69,7 +81,7 @@ class Membership:
             self._publisher.close()
             self._publisher, self._is_joined = fresh, False
         if not self._is_joined:  # nor after a join that failed: readers would go on with the old addresses
-            self._control.join(self._publisher.manifest, self._token)
+            self._control.join(self._publisher.manifest, self._token, terms=self._terms)
             self._is_joined = True
 
     def _restore(self, timeout_s: float) -> None:
@@ -82,7 +94,8 @@ class Membership:
         self._is_lost = True
         self._control.close()
         self._control = self._reopen(timeout_s)
-        self._control.join(self._publisher.manifest, self._token, version=self.version)
+        self._publisher.forget_all()  # every reader connects anew
+        self._control.join(self._publisher.manifest, self._token, version=self.version, terms=self._terms)
         self._is_lost, self._is_joined = False, True
         self._control.joined(timeout_s)
 
@@ -148,7 +161,7 @@ class Membership:
         member = member or f"source rank {self.rank}"
         try:
             absent = None if version is None else (self.rank, version)
-            first = self._control.fail(sync, member, phase, str(own), absent)
+            first = self._control.fail(sync, member, phase, str(own), absent, None, (self.rank, self._token))
         except RdtError as unheard:
             self._is_lost = self._is_lost or isinstance(unheard, CoordinatorLostError)
             log.warning("%s failed in %s (%s), and the coordinator could not be told: %s", member, phase, own, unheard)

@@ -243,6 +243,11 @@ class Publisher:
             if served is not None and served.request.incarnation == incarnation:
                 self._drop(reader)
 
+    def forget_all(self) -> None:
+        """Gives back what was made for any reader."""
+        for reader in tuple(self._served):
+            self._drop(reader)
+
     def _drop(self, reader: str) -> None:
         served = self._served.pop(reader, None)
         if served is not None and served.arena is not None:

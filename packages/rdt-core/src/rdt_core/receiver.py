@@ -371,6 +371,11 @@ class Receiver:
         """The version whose bytes are in the model, in part or whole, and of which no commit is known; else None."""
         return self._landed
 
+    def forget(self) -> None:
+        """For an engine that is stamped as a whole, before another pull: what it holds was committed, or nobody claims it."""
+        if self.torn is None:
+            self._landed = None
+
     def commit(self, version: int) -> None:
         """The sync is committed: this rank serves the version.
 

@@ -19,7 +19,7 @@ from .checking import check
 from .control import Control, ensure_ray, open_coordinator
 from .driver import Driver, Round, side_by_side
 from .engines import EngineClient
-from .errors import CoordinatorLostError, EngineError, MembershipError, RdtError, SyncError
+from .errors import CoordinatorLostError, EngineError, MembershipError, RdtError, SyncError, TakenOverError
 from .membership import Membership
 from .publisher import DEFAULT_BUCKET_BYTES, Publisher
 from .receiver import DEFAULT_KINDS
@@ -91,6 +91,7 @@ class WeightSync(Membership):
             control, publisher, group=group, rank=rank, world_size=world_size, timeout_s=timeout_s, takeover=takeover,
             reopen=reopen,
         )  # fmt: skip
+        self._driver.token = self._token
         if self._publisher.mode_reason != "asked for":
             log.info("source rank %d publishes in mode %s: %s", rank, self.mode, self._publisher.mode_reason)
 
@@ -207,9 +208,10 @@ class WeightSync(Membership):
 
     def _add(self, client: EngineClient, timeout_s: float | None) -> None:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        version = self.version
         try:
             if not self._is_lost:
-                self._control.current()
+                version, _ = self._control.current()  # this rank may not have heard of the last commit
         except CoordinatorLostError:
             self._is_lost = True
         if self._is_lost:
@@ -217,11 +219,13 @@ class WeightSync(Membership):
                 f"replica {client.name!r} cannot be connected: the coordinator of group {self.group!r} died, and the other "
                 "source ranks join a new one with their next publish; publish first (detach replicas that died as well)"
             )
-        self._driver.connect(self._control, client, timeout_s)
-        serves = {one.name: one.version for one in self._control.status().replicas}
-        if self.version is not None and serves.get(client.name) != self.version:
+        if version is not None:
             client.pause(deadline=time.monotonic() + timeout_s)
+        self._driver.connect(self._control, client, timeout_s)
         self._driver.clients[client.name] = client
+        serves = {one.name: one.version for one in self._control.status().replicas}
+        if version is not None and serves.get(client.name) == version:
+            client.resume(deadline=time.monotonic() + timeout_s)
 
     def detach(self, client: EngineClient | str) -> None:
         """Takes a replica out of the group (also one that died). The engine itself is left alone."""
@@ -229,7 +233,7 @@ class WeightSync(Membership):
         self._driver.clients.pop(name, None)
         self._driver.doubted.discard(name)
         try:
-            self._control.detach(name)
+            self._control.detach(name, self._token)
         except CoordinatorLostError:  # the next one knows only who joins it
             self._is_lost = True
 
@@ -250,7 +254,8 @@ class WeightSync(Membership):
             verify: default: as at `join`; the same on every rank.
 
         Returns:
-            What the sync did, the same on every rank. With policy "best_effort" its `failed` names replicas that were left out.
+            What the sync did, the same on every rank. With policy "best_effort" its `failed` names replicas that were left out;
+            one that could not be stamped or resumed after the commit is named on rank 0 only.
 
         Raises:
             SyncError: the sync failed; the same message on every rank. Where bytes that landed differ from their owner's it
@@ -273,13 +278,17 @@ class WeightSync(Membership):
         Raises:
             SyncError: nothing was published yet; or as `publish`.
         """
-        if self._is_lost:
-            self._restore(self._timeout_s if timeout_s is None else timeout_s)
-        version, _ = self._control.current()
+        try:
+            if self._is_lost:
+                self._restore(self._timeout_s if timeout_s is None else timeout_s)
+            version, _ = self._control.current()
+            serves = {one.name: one.version for one in self._control.status().replicas}
+        except CoordinatorLostError:
+            self._is_lost = True
+            raise
         if version is None:
             raise SyncError(f"group {self.group!r} has no version yet that a replica could catch up to; publish one")
-        serves = {one.name: one.version for one in self._control.status().replicas}
-        late = [name for name in self._driver.clients if serves.get(name) != version]
+        late = [name for name in self._driver.clients if serves.get(name) != version or name in self._driver.doubted]
         return self._publish(version, late, timeout_s, policy, verify)
 
     def verify(self, *, timeout_s: float | None = None) -> wire.CheckReport:
@@ -349,7 +358,16 @@ class WeightSync(Membership):
         sync, requests = self._begin(version, names, out, readable, timeout_s, policy, verify)
         phases = {"begin": time.perf_counter() - began}
         clients = [self._driver.clients[name] for name in names if name not in out]
-        drive = Round(self._control, sync, version, clients, policy=policy, timeout_s=timeout_s, phases=phases)
+        drive = Round(
+            self._control,
+            sync,
+            version,
+            clients,
+            policy=policy,
+            timeout_s=timeout_s,
+            phases=phases,
+            caller=(self.rank, self._token),
+        )
         tasks = drive.tasks()
         if requests or not readable or verify != "off":
             tasks.insert(0, partial(self._hold, sync, version, requests, timeout_s, phases, verify))
@@ -390,7 +408,7 @@ class WeightSync(Membership):
     def _disown(self, drive: Round, error: RdtError) -> None:
         """The commit may have been taken although this rank did not hear of it; its replicas are torn now."""
         try:
-            self._control.tear(drive.names, str(error))
+            self._control.tear(drive.names, str(error), self._token)
         except RdtError as unheard:
             log.warning("source rank 0: the coordinator could not be told that replicas are torn: %s", unheard)
 
@@ -420,13 +438,14 @@ class WeightSync(Membership):
             # while one is mended, rank 0 may use up a deadline with its replicas before it begins
             limit_s = timeout_s * (1 + len(mended))
             try:
-                sync, requests, gone = self._control.begin(
+                sync, requests, (gone, terms) = self._control.begin(
                     self.rank, self._token, version, replicas, limit_s, readable=readable, policy=policy, verify=verify
                 )
                 self._publisher.forget(gone)
+                self._terms.update(terms)
                 return sync, requests
             except (CoordinatorLostError, MembershipError) as error:
-                if type(error) in mended:
+                if type(error) in mended or isinstance(error, TakenOverError):
                     raise
                 mended.add(type(error))
                 if isinstance(error, CoordinatorLostError):

@@ -7,6 +7,7 @@ Nothing is moved or written. An engine that a trainer feeds is connected to it a
 from __future__ import annotations
 
 import importlib
+import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def verify_checkpoint(
 
 
 def verify_command(target: Any, report: CheckReport, *, json: bool, all_rows: bool) -> int:
-    """Prints a report to `target`. Returns the exit status: 1 if anything differs, else 0."""
+    """Prints a report to `target`. Returns the exit status: 1 if anything differs or nothing was compared, else 0."""
     if json:
         target.write(to_json(report) + "\n")
     else:
@@ -79,4 +80,10 @@ def verify_command(target: Any, report: CheckReport, *, json: bool, all_rows: bo
         out.print(check_table(report, all_rows=all_rows))
         out.print(check_summary(report), highlight=False)
     target.flush()
+    if not report.bytes:
+        sys.stderr.write(
+            "nothing was compared: no tensor lies in an engine as it travels. Give the engine's dtype with --dtype, or compare "
+            "during a sync (verify='full'), before the engine's load changes its form\n"
+        )
+        return 1
     return 0 if report.is_equal else 1

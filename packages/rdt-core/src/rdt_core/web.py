@@ -93,9 +93,9 @@ class Web:
         )
         try:
             with urllib.request.urlopen(request, timeout=left) as answer:
-                raw = answer.read(MAX_ANSWER)
+                raw = _read(answer, deadline)
         except urllib.error.HTTPError as error:
-            told = error.read(MAX_ANSWER).decode(errors="replace")
+            told = _read(error, deadline).decode(errors="replace")
             message = f"{where} failed with status {error.code}: {told[:MAX_TOLD]}"
             raise StatusError(message, error.code, told) from error
         except TimeoutError as error:
@@ -109,3 +109,18 @@ class Web:
             return json.loads(text)
         except ValueError:
             return text
+
+
+def _read(answer: Any, deadline: float) -> bytes:
+    """Reads an answer; a server that sends byte after byte must not hold the caller past its deadline."""
+    parts: list[bytes] = []
+    size = 0
+    while size < MAX_ANSWER:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        part = answer.read1(MAX_ANSWER - size)
+        if not part:
+            break
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)

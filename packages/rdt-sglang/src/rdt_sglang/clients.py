@@ -95,7 +95,7 @@ class _SglangEngine(ABC):
 
         The engine is stamped with no version until the commit, so that it never claims one that it does not hold.
         """
-        if self._before is None:
+        if self._before is None or self._open:
             self._before = self._stamped(deadline)
         self._open = True
         self._call("begin", {"version": version, "timeout_s": remaining(deadline, MARGIN_S)}, deadline)
@@ -112,13 +112,18 @@ class _SglangEngine(ABC):
             self._say(lambda control: control.flush(deadline=deadline))
 
     def commit(self, version: int, *, deadline: float) -> None:
-        """See `EngineClient.commit`. The engine's own answer about its version is checked."""
-        self._open = False
+        """See `EngineClient.commit`. The engine must be the one that received the version, and say it afterwards."""
+        found = self._stamped(deadline)
+        if found != f"{RECEIVING}{version}":
+            raise EngineError(
+                f"replica {self.name!r} is not stamped with version {version}: it says {found!r} instead of receiving it. It was "
+                "started again, or another driver uses it; it has to be connected again"
+            )
         self._say(lambda control: control.stamp(str(version), deadline=deadline))
         found = self._stamped(deadline)
         if found != str(version):
             raise EngineError(f"replica {self.name!r} was given version {version} and says that it serves {found!r}")
-        self._before = found
+        self._open, self._before = False, found
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         """See `EngineClient.abort`. A torn replica answers new requests with an error from here on.
@@ -131,8 +136,9 @@ class _SglangEngine(ABC):
         self._call("abort", {"version": version, "reason": f"version {version}: {reason}"}, deadline)
         self._open = False
         torn = any(one.get("torn") for one in self.status(deadline=deadline))
-        before = self._before
-        if not torn and before is not None:  # it holds what it held before
+        before, self._before = self._before, None
+        if not torn and before is not None and self._stamped(deadline) == f"{RECEIVING}{version}":
+            # no byte moved, and the engine is the same: it holds what it held before
             self._say(lambda control: control.stamp(before, deadline=deadline))
         if torn:
             # torn schedulers stay paused whatever they are told (`guard.around_continue`); but SGLang's tokenizer would

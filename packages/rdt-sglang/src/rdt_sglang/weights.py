@@ -240,6 +240,7 @@ class SchedulerWeights:
             )
         started = time.perf_counter()
         try:
+            receiver.forget()
             with self._on_device():
                 report = receiver.pull(version, timeout_s)
                 settle(self._device)
@@ -275,7 +276,7 @@ class SchedulerWeights:
 
     def abort(self, version: int, reason: str) -> None:
         """Ends a sync that failed, here or elsewhere; a scheduler that was written to is torn, finished or not. Idempotent."""
-        if self._receiver is not None:
+        if self._receiver is not None and self._state.phase != "open":  # where nothing of it was written
             self._receiver.abort(version, reason)
         if self._version == version and self._receiver is not None and self._receiver.torn is not None:
             self._state.revoke(reason)

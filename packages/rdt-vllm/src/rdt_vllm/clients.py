@@ -104,10 +104,6 @@ class _VllmEngine(ABC):
 
     # what all share
 
-    def _open_update(self, stamp: str, deadline: float) -> None:
-        self._start(deadline)
-        self._stamp(stamp, deadline)
-
     def connect(self, info: ConnectInfo, *, deadline: float) -> None:
         """See `EngineClient.connect`. A sync that another driver left open is ended first; its replica is torn then."""
         wanted = msgspec.to_builtins(info)
@@ -124,18 +120,20 @@ class _VllmEngine(ABC):
     def begin(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.begin`.
 
-        The engine is stamped with no version until the commit, so that it never claims one that it does not hold.
+        The engine is stamped with no version until the commit, so that it never claims one that it does not hold. It is
+        stamped only once it has begun: one that was started again since is not connected, and refuses to.
         """
-        if self._before is None:
-            stamps = set(self._weight_version(deadline))
+        stamps = set(self._weight_version(deadline)) if self._before is None or self._uncommitted is not None else None
+        if stamps is not None:
             self._before = stamps.pop() if len(stamps) == 1 else None
         self._open, self._finishing, self._uncommitted = True, False, None
-        self._open_update(f"{RECEIVING}{version}", deadline)
+        self._start(deadline)
+        self._stamp(f"{RECEIVING}{version}", deadline)
 
     def pull(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.pull`."""
         timeout_s = max(deadline - time.monotonic() - MARGIN_S, 1.0)
-        self._uncommitted = version
+        self._uncommitted, self._before = version, None
         self._update({"version": version, "timeout_s": timeout_s}, deadline)
 
     def finish(self, version: int, *, deadline: float) -> None:
@@ -145,15 +143,20 @@ class _VllmEngine(ABC):
         self._open = self._finishing = False
 
     def commit(self, version: int, *, deadline: float) -> None:
-        """See `EngineClient.commit`. The engine's own answer about its version is checked."""
+        """See `EngineClient.commit`. The engine must be the one that received the version, and say it afterwards."""
+        found = self._weight_version(deadline)
+        if set(found) != {f"{RECEIVING}{version}"}:
+            raise EngineError(
+                f"replica {self.name!r} is not stamped with version {version}: it says {', '.join(map(repr, found))} instead of "
+                "receiving it. It was started again, or another driver uses it; it has to be connected again"
+            )
         self._stamp(str(version), deadline)
-        self._uncommitted = None
         found = self._weight_version(deadline)
         if set(found) != {str(version)}:
             raise EngineError(
                 f"replica {self.name!r} was given version {version} and says that it serves {', '.join(found)}"
             )
-        self._before = str(version)
+        self._uncommitted, self._before = None, str(version)
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         """See `EngineClient.abort`.
@@ -162,12 +165,17 @@ class _VllmEngine(ABC):
             EngineError: the engine could not be told, e.g. because it died.
         """
         pulled = self._uncommitted is not None
-        if self._open or pulled:
-            # an update that is finished, or of which the last worker is, has to be started once more to be aborted
-            self._end(self._finishing or not self._open, f"version {version}: {reason}", deadline, version)
-            self._open, self._finishing, self._uncommitted = False, False, None
-            if self._before is not None and not pulled:  # no byte moved: it holds what it held before
-                self._stamp(self._before, deadline)
+        if not self._open and not pulled:
+            return
+        # an update that is finished, or of which the last worker is, has to be started once more to be aborted; a version that
+        # was not pulled in this sync may be the one that is served
+        self._end(
+            self._finishing or not self._open, f"version {version}: {reason}", deadline, version if pulled else -1
+        )
+        self._open, self._finishing, self._uncommitted = False, False, None
+        before, self._before = self._before, None
+        if before is not None and set(self._weight_version(deadline)) == {f"{RECEIVING}{version}"}:
+            self._stamp(before, deadline)  # no byte moved, and the engine is the same: it holds what it held before
 
     def _end(self, finish_failed: bool, reason: str, deadline: float, version: int = -1) -> None:
         """Closes a weight update on every worker, whichever of them have closed it already.
@@ -238,18 +246,13 @@ class VllmRayEngine(_VllmEngine):
 
     def _call(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> list[Any]:
         """Calls every actor and waits for all of them, also when one failed: a worker must not be left in a call."""
-        return self._wait(method, self._post(method, *args, **kwargs), deadline)
-
-    def _post(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        try:
-            return [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
-        except AttributeError as error:
-            raise EngineError(f"the actors of replica {self.name!r} have no method {method}: {error}") from error
-
-    def _wait(self, method: str, refs: Sequence[Any], deadline: float) -> list[Any]:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+        try:
+            refs = [getattr(handle, method).remote(*args, **kwargs) for handle in self.handles]
+        except AttributeError as error:
+            raise EngineError(f"the actors of replica {self.name!r} have no method {method}: {error}") from error
         results, failures = [], []
         for index, ref in enumerate(refs):
             try:
@@ -276,12 +279,6 @@ class VllmRayEngine(_VllmEngine):
 
     def _update(self, info: dict[str, Any], deadline: float) -> None:
         self._call("update_weights", UpdateRequest(info), deadline=deadline)
-
-    def _open_update(self, stamp: str, deadline: float) -> None:
-        # one round trip: neither needs the other
-        stamped = self._post("update_weight_version", stamp)
-        self._call("start_weight_update", deadline=deadline)
-        self._wait("update_weight_version", stamped, deadline)
 
     def _finish(self, deadline: float) -> None:
         self._call("finish_weight_update", deadline=deadline)

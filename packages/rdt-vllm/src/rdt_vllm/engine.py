@@ -253,7 +253,9 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
     def _pull(self, info: RdtUpdateInfo, timeout_s: float) -> None:
         if self._version is not None:
             raise SyncError(f"version {self._version} was pulled already in this weight update; finish it first")
-        self._connected().pull(info.version, timeout_s)
+        receiver = self._connected()
+        receiver.forget()
+        receiver.pull(info.version, timeout_s)
         self._version = info.version
 
     def _finish(self) -> None:

@@ -178,7 +178,15 @@ class Group:
             return module
 
         workers = [
-            ModuleWorker(lambda rank=rank: make(rank), rank, self.engine_ranks, load, self.control, self.exchange)
+            ModuleWorker(
+                lambda rank=rank: make(rank),
+                rank,
+                self.engine_ranks,
+                load,
+                self.control,
+                self.exchange,
+                kept=(forget,) if forget else (),
+            )
             for rank in range(self.engine_ranks)
         ]
         for worker in workers:

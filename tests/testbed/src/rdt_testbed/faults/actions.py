@@ -68,14 +68,14 @@ def act(world: World, action: str, committed: int | None, limit_s: float) -> lis
 
 
 def _both(world: World, limit_s: float) -> list[Any]:
-    """A process whose rank was taken over publishes as well, other weights. Returns the outcomes of the others."""
+    """A process whose rank was taken over publishes as well. Returns the outcomes of the others."""
     old = world.zombies[-1]
     if not all(ok for ok, _ in world.answers([world.ask(name, "attached") for name in world.sources], limit_s)):
         return world.publish(limit_s)  # the new one did not join
-    late = world.ask_child(old, "publish_as", world.version + 1, world.version + 1000)
+    late = world.ask_child(old, "publish", world.version + 1)
     ((ok, value),) = world.answers([late], limit_s)
-    refused = ok and value["error"] in ("MembershipError", "CoordinatorLostError")  # with rank 0 its coordinator ended
-    if not refused:
+    # only the coordinator knows that the place was taken: where it died, whoever comes first is the rank
+    if not world.lost and (not ok or value["error"] != "TakenOverError"):
         raise Broken(f"a source rank whose place was taken was not refused: {value}")
     return world.publish(limit_s)
 

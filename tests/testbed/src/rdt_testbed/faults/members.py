@@ -201,10 +201,6 @@ def source(
         held.fill(version)
         return timed(lambda: joined().publish(version))
 
-    def publish_as(version: int, weights: int) -> dict[str, Any]:
-        held.fill(weights)
-        return timed(lambda: joined().publish(version))
-
     def joined() -> WeightSync:
         if not syncs:
             raise MembershipError(f"source rank {rank} did not join")
@@ -225,7 +221,6 @@ def source(
             "start": lambda version, more: start(version, **more),
             "limit": limit,
             "publish": publish,
-            "publish_as": publish_as,
             "fill": held.fill,
             "move": held.move,
             "attach": lambda name: timed(lambda: joined().attach(clients[name])),

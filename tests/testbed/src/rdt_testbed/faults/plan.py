@@ -41,6 +41,8 @@ _WEIGHTS = {
     "kill": 4, "stop": 4, "delay": 3, "handles": 2, "drop": 3, "duplicate": 3, "lose": 3, CORRUPT: 3, FAIL: 3, FILL: 3, FLIP: 4
 }  # fmt: skip
 
+_SORTS = {"source": 4, "replica": 4, "coordinator": 1}
+
 #: how often each member passes each phase in a clean run
 Passed = Mapping[str, Mapping[str, int]]
 
@@ -82,24 +84,27 @@ def draw(
 
 
 def _fault(rng: random.Random, setup: Setup, passed: Passed, timeout_s: float, kinds: Sequence[str] = ()) -> Fault:
-    while True:
-        kind = rng.choice(kinds) if kinds else rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
-        if kind == FLIP and setup.verify != "full":
-            continue
-        when = rng.choice(("before", "after"))
-        # members of each sort alike, however many there are
-        sort = rng.choices(("source", "replica", "coordinator"), (4, 4, 1))[0]
-        points = sorted(
-            (member, phase)
-            for member, phases in passed.items()
-            for phase in phases
-            if member.startswith(sort) and _fits(kind, phase, when)
-        )
-        if points:
-            member = rng.choice(sorted({member for member, _ in points}))
-            phase = rng.choice([phase for one, phase in points if one == member])
-            occurrence = rng.randint(1, passed[member][phase]) if rng.random() < 0.5 else 1
-            return Fault(member, phase, occurrence, when, kind, _value(rng, kind, member, timeout_s))
+    points: dict[str, list[tuple[str, str, str]]] = {}
+    for kind in _WEIGHTS:
+        if kind != FLIP or setup.verify == "full":
+            fitting = [
+                (member, phase, when)
+                for member in sorted(passed)
+                for phase in sorted(passed[member])
+                for when in ("before", "after")
+                if _fits(kind, phase, when)
+            ]
+            if fitting:
+                points[kind] = fitting
+    drawn = [kind for kind in points if not kinds or kind in kinds] or list(points)
+    kind = rng.choices(drawn, [_WEIGHTS[one] for one in drawn])[0]
+    # members of each sort alike, however many there are, and phases alike, however many kinds fit them
+    sorts = [sort for sort in _SORTS if any(member.startswith(sort) for member, _, _ in points[kind])]
+    sort = rng.choices(sorts, [_SORTS[one] for one in sorts])[0]
+    member = rng.choice(sorted({member for member, _, _ in points[kind] if member.startswith(sort)}))
+    phase, when = rng.choice([(phase, when) for one, phase, when in points[kind] if one == member])
+    occurrence = rng.randint(1, passed[member][phase]) if rng.random() < 0.5 else 1
+    return Fault(member, phase, occurrence, when, kind, _value(rng, kind, member, timeout_s))
 
 
 def _failing(rng: random.Random, passed: Passed, timeout_s: float) -> Fault:
