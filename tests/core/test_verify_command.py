@@ -71,6 +71,6 @@ def test_a_folder_without_a_checkpoint(tmp_path) -> None:
 def test_clients_are_found_by_the_engine_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client_of("vllm", "http://node7:8000", {}).name == "node7:8000"
     assert client_of("sglang", "http://node7:30000", {}).name == "node7:30000"
-    monkeypatch.setitem(verifycommand._CLIENTS, "vllm", ("rdt_nothing.clients", "VllmHttpEngine"))
+    monkeypatch.setitem(verifycommand._CLIENTS, "vllm", ("rdt_nothing.clients", "VllmHttpEngine", {}))
     with pytest.raises(EngineError, match="pip install rdt-vllm"):
         client_of("vllm", "http://node7:8000", {})

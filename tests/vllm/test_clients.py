@@ -223,6 +223,14 @@ def test_an_abort_after_finish_reaches_the_workers(server):
     assert server.asked[1][2]["update_info"] == {"version": 7, "abort": "version 7: another replica failed"}
 
 
+def test_a_client_that_only_looks_ends_no_sync(server):
+    client = VllmHttpEngine(server.url, name="r", end_open_syncs=False)
+    server.answers["init_weight_transfer_engine"] = [failed(f"{LEFT_OPEN}:all an earlier weight update never ended")]
+    with pytest.raises(EngineError, match="in the middle of a sync of another driver"):
+        client.connect(INFO, deadline=soon())
+    assert server.paths() == ["init_weight_transfer_engine"]
+
+
 def test_an_abort_that_the_engine_does_not_understand_is_an_error(server):
     client = VllmHttpEngine(server.url, name="r")
     server.answers["weight_info"] = [(200, {"weight_version": "6"})]

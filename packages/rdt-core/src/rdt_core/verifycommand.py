@@ -24,14 +24,21 @@ from .wire import CheckReport, to_json
 
 _WIDTH = 160
 #: where the client of each engine is
-_CLIENTS = {"vllm": ("rdt_vllm.clients", "VllmHttpEngine"), "sglang": ("rdt_sglang.clients", "SglangHttpEngine")}
+_CLIENTS: dict[str, tuple[str, str, dict[str, bool]]] = {
+    "vllm": (
+        "rdt_vllm.clients",
+        "VllmHttpEngine",
+        {"end_open_syncs": False},
+    ),  # a comparison must not tear a running sync
+    "sglang": ("rdt_sglang.clients", "SglangHttpEngine", {}),
+}
 
 
 def client_of(engine: str, url: str, headers: dict[str, str]) -> EngineClient:
     """Returns the client of a server. Raises EngineError where its adapter is not installed."""
-    module, name = _CLIENTS[engine]
+    module, name, options = _CLIENTS[engine]
     try:
-        made: EngineClient = getattr(importlib.import_module(module), name)(url, headers=headers)
+        made: EngineClient = getattr(importlib.import_module(module), name)(url, headers=headers, **options)
     except ImportError as error:
         raise EngineError(f"engine {engine!r} needs its adapter: pip install rdt-{engine} ({error})") from error
     return made

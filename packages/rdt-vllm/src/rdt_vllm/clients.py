@@ -65,6 +65,7 @@ class _VllmEngine(ABC):
         self.name = name
         self.cache = cache
         self.pause_mode = pause
+        self._ends_open_syncs = True
         self._open = False  # a weight update was started and not finished
         self._finishing = False
         self._uncommitted: int | None = None  # version that was pulled, in part or whole
@@ -114,6 +115,10 @@ class _VllmEngine(ABC):
             text = str(error)
             if LEFT_OPEN not in text:
                 raise
+            if not self._ends_open_syncs:
+                raise EngineError(
+                    f"replica {self.name!r} is in the middle of a sync of another driver; wait until that has ended"
+                ) from error
             self._end(f"{LEFT_OPEN}:{OPEN_ON_LAST}" in text, "its driver went away in the middle of a sync", deadline)
             self._init(wanted, deadline)
 
@@ -322,6 +327,7 @@ class VllmHttpEngine(_VllmEngine):
         cache: see `_VllmEngine`.
         pause: see `_VllmEngine`.
         headers: sent with every request, e.g. `{"Authorization": "Bearer …"}`.
+        end_open_syncs: whether `connect` ends a sync that another driver left open; its replica is torn then.
     """
 
     def __init__(
@@ -332,10 +338,12 @@ class VllmHttpEngine(_VllmEngine):
         cache: CachePolicy = "reset",
         pause: PauseMode = "keep",
         headers: Mapping[str, str] | None = None,
+        end_open_syncs: bool = True,
     ) -> None:
         self._web = Web(url, headers)
         super().__init__(name or self._web.netloc, cache=cache, pause=pause)
         self.url = self._web.url
+        self._ends_open_syncs = end_open_syncs
 
     def _request(
         self, path: str, deadline: float, body: Mapping[str, Any] | None = None, *, method: str = "POST"
