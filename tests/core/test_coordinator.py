@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 
 from rdt_core import wire
-from rdt_core.coordinator import Coordinator
+from rdt_core.coordinator import MAX_TOLD_LINKS, Coordinator
 from rdt_core.errors import CoverageError, DeadlineError, MembershipError, RdtError, SyncError, WireError
 from rdt_testbed.clock import run
 from rdt_testbed.group import GROUP, NBYTES, TENSORS, engine, offer, report, source, token
@@ -589,6 +589,22 @@ async def test_a_commit_stamps_the_version_and_gives_everybody_one_report() -> N
     assert {one.name: one.version for one in (await group.status()).replicas} == {"a": 7, "b": 7}
     with pytest.raises(SyncError, match="not syncing version 7: no sync is running"):
         await group.coordinator.enter("a/0", "first", 7, WAIT_S)
+
+
+@virtual
+async def test_the_links_of_a_large_group_are_told_to_its_driver_alone() -> None:
+    group = await Group.make(2, a=1)
+    sync = await group.begin(1)
+    links = tuple(
+        wire.LinkReport(source=0, reader="a/0", kind="local", bytes=1, seconds=1.0) for _ in range(MAX_TOLD_LINKS + 1)
+    )
+    await group.coordinator.done(wire.encode(report("a/0", 1, links=links)), sync)
+    told = wire.decode(await group.coordinator.commit(sync, 0, 1.0, {}), wire.SyncReport)
+    brief = wire.decode(await group.coordinator.outcome(sync, 1, WAIT_S), wire.SyncReport)
+    assert len(told.links) == MAX_TOLD_LINKS + 1
+    assert brief == told.without_links()
+    assert not brief.links
+    assert brief.bytes == told.bytes
 
 
 @virtual

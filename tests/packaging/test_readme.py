@@ -22,9 +22,10 @@ def test_ci_runs_the_command_for_tests_word_for_word() -> None:
     assert f"\n{SETUP} pytest\n" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_every_limit_has_its_test() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", README)
-    assert len(named) >= 10
+def test_every_limit_and_every_promise_has_its_test() -> None:
+    promises = (ROOT / "docs" / "guarantees.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", README + promises)
+    assert len(named) >= 50
     for file, function in named:
         assert (ROOT / file).is_file(), file
         if function:

@@ -17,6 +17,9 @@ from .gates import member_name
 from .members import Members
 from .syncs import Syncs
 
+#: links that every source rank is told of after a sync; of more than these only the driver learns each
+MAX_TOLD_LINKS = 4096
+
 
 class Coordinator:
     """The shared state of one sync group. Every method is a coroutine of one event loop; messages are msgpack.
@@ -511,10 +514,15 @@ class Coordinator:
             replica = self._members.replicas[name]
             replica.version, replica.torn = record.version, ""
         record.end(report=wire.encode(report))
+        if len(report.links) > MAX_TOLD_LINKS:
+            record.brief = wire.encode(report.without_links())
         return record.report
 
     async def outcome(self, sync: int, rank: int, timeout_s: float) -> bytes:
         """Returns the `SyncReport` once every engine rank has accounted for its bytes and the driver committed.
+
+        Without its links where there are more than `MAX_TOLD_LINKS`: they grow with readers times source ranks, and all
+        source ranks ask.
 
         Args:
             sync: the sync's id.
@@ -531,7 +539,7 @@ class Coordinator:
         what = f"the driver to commit version {record.version}"
         await self._syncs.wait(record.ended, timeout_s, what, record, rank, "outcome")
         record.told.arrive(rank)
-        return record.report
+        return record.brief or record.report
 
     async def settled(self, timeout_s: float) -> None:
         """Returns when every source rank has the report of the latest sync, if that was committed, or has left.

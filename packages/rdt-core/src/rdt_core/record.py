@@ -45,6 +45,7 @@ class SyncRecord:
         dropped: replicas that failed while the sync goes on for the others, and why.
         failure: the first failure, empty if there was none.
         report: the `SyncReport`, empty until the commit.
+        brief: the same without its links, where there are too many for every source rank.
         entered: engine ranks that started to pull.
         touched: event loop time of the last call.
         watchdog: ends a sync that everybody forgot.
@@ -70,6 +71,7 @@ class SyncRecord:
     dropped: dict[str, str] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
     report: bytes = field(init=False, default=b"")
+    brief: bytes = field(init=False, default=b"")
     entered: set[str] = field(init=False, default_factory=set)
     touched: float = field(init=False, default=0.0)
     watchdog: asyncio.TimerHandle | None = field(init=False, default=None)

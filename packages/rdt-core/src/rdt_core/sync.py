@@ -254,7 +254,8 @@ class WeightSync(Membership):
             verify: default: as at `join`; the same on every rank.
 
         Returns:
-            What the sync did, the same on every rank. With policy "best_effort" its `failed` names replicas that were left out;
+            What the sync did, the same on every rank, but for the single links of large groups (`MAX_TOLD_LINKS`), which rank 0
+            alone is told. With policy "best_effort" its `failed` names replicas that were left out;
             one that could not be stamped or resumed after the commit is named on rank 0 only.
 
         Raises:

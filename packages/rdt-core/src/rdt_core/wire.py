@@ -227,6 +227,12 @@ class SyncReport(Struct, frozen=True):
     failed: dict[str, str] = {}  # replicas that were dropped from the sync, and why (policy "best_effort")
     verify: str = "off"  # how much was compared by digests before the commit: "off", "sample" or "full"
 
+    def without_links(self) -> SyncReport:
+        """The same report, in which no reader names its links."""
+        return msgspec.structs.replace(
+            self, readers=tuple(msgspec.structs.replace(reader, links=()) for reader in self.readers)
+        )
+
     @property
     def links(self) -> tuple[LinkReport, ...]:
         """Every link of every reader."""
