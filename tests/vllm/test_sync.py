@@ -153,7 +153,7 @@ def test_a_dead_trainer_and_a_dead_worker(size):
     assert found["trainer_died_after_s"] < 45
     assert found["half_written"]
     before, after = found["version_after_death"]
-    assert before == after
+    assert after is None, "half of the next version has been written"
     assert found["paused_after_death"]
     # the last entry of `syncs` is the sync of another group that healed it, checked by `assert_exact`
     assert found["syncs"][-1]["version"] == before + 2

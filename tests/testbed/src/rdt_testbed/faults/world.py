@@ -82,7 +82,6 @@ class World:
         self._ready: set[int] = set()
         self._faults: Sequence[Fault] = ()
         self._stopped: dict[str, float] = {}  # when to go on, by member
-        self._paths: dict[str, dict[int, str]] = {}
         self._calm = True
         self._control = self._open()
 
@@ -119,10 +118,6 @@ class World:
     def is_alive(self, name: str) -> bool:
         """Whether a member's process lives (stopped or not) and was not given up as a zombie."""
         return name in self._members and self._members[name].is_alive
-
-    def is_stopped(self, name: str) -> bool:
-        """Whether a fault holds a member, which is to go on later."""
-        return name in self._stopped
 
     # --- life
 
