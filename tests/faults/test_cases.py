@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from rdt_core import wire
+from rdt_core.errors import TakenOverError
+from rdt_core.members import Members
 from rdt_testbed.faults.campaign import Runner, Trial
+from rdt_testbed.faults.summary import Heartbeat
+from rdt_testbed.group import GROUP, source, token
 
 pytestmark = pytest.mark.integration
 
@@ -41,3 +46,26 @@ def test_it_holds_now(name, runner: Runner):
     trial = Trial.parse(CASES[name])
     runner.run(trial)
     assert runner.summary.faults, "the fault did not come to pass"
+
+
+def test_who_took_over_stays_when_others_tell_of_earlier_ones():
+    members = Members(GROUP, 2)
+    members.join(wire.encode(source(0, 2)), token(0), takeover=True)
+    members.learn({0: 2})
+    members.check_token(0, token(0))
+    with pytest.raises(TakenOverError):
+        members.join(wire.encode(source(0, 2)), "of an earlier one", term=2)
+
+
+@pytest.mark.thorough
+def test_rank_0_dies_often(nursery):
+    # a new rank 0 that came to a new coordinator before the others was thrown out when these told of earlier ones
+    trials = [
+        Trial.parse(f"sources=2 replicas=1; publish; source0 {phase} 1 before kill")
+        for phase in ("control.begin", "control.commit")
+    ]
+    with Heartbeat() as heartbeat:
+        runner = Runner(nursery, heartbeat, timeout_s=0.25)
+        for number in range(10):
+            runner.run(trials[number % 2])
+        runner.close()

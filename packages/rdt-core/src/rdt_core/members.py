@@ -29,6 +29,7 @@ class Source:
     tensors: tuple[wire.TensorMeta, ...]
     term: int = 0  # how many processes had this place before
     attempt: int = 0  # greatest of its begins
+    took_over: bool = False  # it joined this coordinator in the place of another process
     gone: list[tuple[str, str]] = field(default_factory=list)  # readers that it serves for nothing: name, incarnation
 
     def begins(self, attempt: int) -> None:
@@ -134,7 +135,10 @@ class Members:
                 continue
             self.terms[rank] = term
             source = self.sources.get(rank)
-            if source is not None and source.term < term:
+            if source is not None and source.took_over:
+                # it came after all whose place was taken before, to a coordinator that had not heard of them yet
+                self.terms[rank] = source.term = term + 1
+            elif source is not None and source.term < term:
                 del self.sources[rank]
                 self._declared = None
                 self.joined.expect((rank,))
@@ -189,7 +193,10 @@ class Members:
         )
         attempt = previous.attempt if previous is not None and previous.token == token else 0
         self.terms[rank] = max(term, self.terms.get(rank, 0))
-        self.sources[rank] = Source(token, manifest, status, message.mode_reason, message.tensors, term, attempt)
+        took_over = takeover or (previous is not None and previous.token == token and previous.took_over)
+        self.sources[rank] = Source(
+            token, manifest, status, message.mode_reason, message.tensors, term, attempt, took_over
+        )
         self.joined.arrive(rank)
         if rank not in self._ever_joined:
             self._ever_joined.add(rank)
