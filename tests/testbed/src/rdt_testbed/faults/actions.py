@@ -75,7 +75,8 @@ def _both(world: World, limit_s: float) -> list[Any]:
     late = world.ask_child(old, "publish", world.version + 1)
     ((ok, value),) = world.answers([late], limit_s)
     # only the coordinator knows that the place was taken: where it died, whoever comes first is the rank
-    if not world.lost and (not ok or value["error"] != "TakenOverError"):
+    struck = value is None and (old.is_stopped or not old.is_alive)  # the fault was its own
+    if not world.lost and not struck and (not ok or value["error"] != "TakenOverError"):
         raise Broken(f"a source rank whose place was taken was not refused: {value}")
     return world.publish(limit_s)
 
