@@ -30,7 +30,7 @@ def test_every_call_is_taken():
         ("begin", {"version": True, "timeout_s": 1}),
         ("begin", [7, 1]),
         ("status", None),
-        ("abort", {"reason": 1}),
+        ("abort", {"version": 1, "reason": 1}),
         ("prepare", {"info": "g"}),
     ],
 )

@@ -30,7 +30,7 @@ class Weights:
     def status(self) -> dict[str, Any]:
         return {"rank": self.rank}
 
-    def abort(self, reason: str) -> None:
+    def abort(self, version: int, reason: str) -> None:
         if self.rank == 1 and reason == "die":
             import os
 
@@ -61,12 +61,12 @@ def member(rank: int, rendezvous: str, results: Any) -> None:
     if rank == 0:
         rpc.GRACE_S = 3.0
         began = time.monotonic()
-        told = rpc.answer(scheduler, {"call": "abort", "arguments": json.dumps({"reason": "die"})}, ranks)
+        told = rpc.answer(scheduler, {"call": "abort", "arguments": json.dumps({"version": 1, "reason": "die"})}, ranks)
         results.put(("died", rank, (told, time.monotonic() - began)))
     else:
         results.close()
         results.join_thread()
-        answer("abort", json.dumps({"reason": "die"}))
+        answer("abort", json.dumps({"version": 1, "reason": "die"}))
 
 
 @pytest.fixture(scope="module")
