@@ -238,7 +238,7 @@ def verify(
 
     Engines go on generating. What an engine casts, repacks or quantises when it loads cannot be compared, and is listed.
     An engine that a trainer feeds leaves that group for this; the trainer's next publish connects it again. Exit status 1
-    says that something differs.
+    says that something differs, that nothing could be compared, or that the comparison failed.
     """
     from .verifycommand import client_of, verify_checkpoint, verify_command
 
@@ -305,12 +305,19 @@ def soak(
 
 @app.command(epilog=_PLAN_EPILOG)
 def plan(
-    model: Annotated[str, typer.Option(metavar="NAME|PATH", help="A known model, or a checkpoint's config.json.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="A known model (any other name lists them), or a checkpoint's config.json or folder.",
+        ),
+    ],
     trainer: Annotated[
         str,
         typer.Option(
             metavar="LAYOUT",
-            help="fsdp:ranks=N[,replicas=M][,apart=1], or megatron:ranks=N with tp, pp, ep, etp, vpp, first, last.",
+            help="fsdp:ranks=N, with replicas=M and apart=1 (each expert a parameter of its own) if wanted; or megatron:ranks=N, "
+            "with tp, pp, ep, etp, vpp, first, last.",
         ),
     ] = "fsdp:ranks=8",
     engine: Annotated[
