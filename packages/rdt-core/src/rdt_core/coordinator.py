@@ -453,9 +453,7 @@ class Coordinator:
         """The driver found that replicas do not serve what was committed: their version is unknown, and they are torn."""
         self._check_driver(token)
         for name in replicas:
-            replica = self._members.replicas.get(name)
-            if replica is not None:
-                replica.version, replica.torn = None, reason
+            self._syncs.tear(name, reason)
 
     async def commit(
         self, sync: int, rank: int, seconds: float, phases: dict[str, float], failed: dict[str, str] | None = None

@@ -137,7 +137,8 @@ class Membership:
                     proof.take(number)
                 # the next round is written into the bucket of this one
                 freed = number + 1 - slots
-                self._control.published(self.rank, sync, number, freed if freed >= 0 else None, timeout_s)
+                if proof is None or freed >= 0:
+                    self._control.published(self.rank, sync, number, freed if freed >= 0 else None, timeout_s)
             phases["write"] = writing
             if proof is not None:
                 phase = "verify"

@@ -100,7 +100,7 @@ class Syncs:
         while len(self._failures) > _HISTORY:
             del self._failures[next(iter(self._failures))]
         for name in record.pulling - record.dropped.keys():
-            self._tear(name, failure)
+            self.tear(name, failure)
         record.end(failure=failure)
         return failure
 
@@ -117,7 +117,7 @@ class Syncs:
         failure = self.last_failure = describe(record.version, member, phase, problem)
         record.drop(replica, failure)
         if replica in record.pulling:
-            self._tear(replica, failure)
+            self.tear(replica, failure)
         if record.dropped.keys() >= set(record.replicas):
             self.fail(record, member, phase, f"{problem}; no replica is left in this sync")
         return failure
@@ -128,7 +128,8 @@ class Syncs:
         if reader is not None and running is not None and running.readers.get(reader.name) is reader:
             self.lose(running, reader.manifest.replica, member_name(reader.name), phase, problem)
 
-    def _tear(self, name: str, failure: str) -> None:
+    def tear(self, name: str, failure: str) -> None:
+        """A replica's version is unknown from here on; nothing happens if there is none of this name."""
         replica = self._members.replicas.get(name)
         if replica is not None:
             replica.version, replica.torn = None, failure
