@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -110,6 +111,13 @@ def allocate(nbytes: int, device: int) -> Memory:
         guard.__exit__(None, None, None)
 
 
+@lru_cache(maxsize=1)
+def _pointer_attribute() -> Any:
+    """`cuPointerGetAttribute` of plain integers, which ctypes converts by itself."""
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    return prototype(("cuPointerGetAttribute", _driver()))
+
+
 def allocation(address: int, device: int) -> tuple[int, int]:
     """Returns first address and size of the allocation that holds `address`. Raises TransportError where nothing is mapped."""
     guard = _enter(device)
@@ -131,14 +139,15 @@ def allocation_ids(addresses: Sequence[int], device: int) -> tuple[int, ...]:
     """
     guard = _enter(device)
     try:
-        ask, number = _driver().cuPointerGetAttribute, ctypes.c_ulonglong()
-        where = ctypes.byref(number)
-        found = []
-        for address in addresses:
-            if ask(where, _BUFFER_ID, ctypes.c_uint64(address)):
-                _call("cuPointerGetAttribute", where, _BUFFER_ID, ctypes.c_uint64(address))
-            found.append(number.value)
-        return tuple(found)
+        ask = _pointer_attribute()
+        numbers = (ctypes.c_ulonglong * len(addresses))()
+        first = ctypes.addressof(numbers)
+        places = range(first, first + ctypes.sizeof(numbers), ctypes.sizeof(ctypes.c_ulonglong))
+        for code, address in zip(map(ask, places, repeat(_BUFFER_ID), addresses), addresses, strict=True):
+            if code:
+                number = ctypes.c_ulonglong()
+                _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address))
+        return tuple(numbers)
     finally:
         guard.__exit__(None, None, None)
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -199,16 +197,6 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
             continue
         found[address] = whole(storage)
     return found
-
-
-def fingerprint(tensors: Iterable[torch.Tensor]) -> Any:
-    """Addresses, sizes and storages of all tensors: differs from an earlier one when memory moved or was resized.
-
-    The storage counts as well: one that was emptied may have given its address to another.
-    """
-    listed = list(tensors)  # one pass in C for each column: this runs in every sync, over every shard
-    storages = map(attrgetter("_cdata"), map(torch.Tensor.untyped_storage, listed))
-    return tuple(map(torch.Tensor.data_ptr, listed)), tuple(map(attrgetter("nbytes"), listed)), tuple(storages)
 
 
 class Allocations:

@@ -19,10 +19,11 @@ from . import versions, wire
 from .contents import Buckets, Contents, Declaration, Live, Snapshot
 from .errors import SourceError, TransportError
 from .linking import PACK_REGION, request_digest
-from .memory import Allocations, Arena, fingerprint, give_back, settle
+from .memory import Allocations, Arena, give_back, settle
 from .modes import MODES, choose_mode
 from .proofs import OwnerProof
 from .sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource
+from .sources.watch import fingerprint
 from .transport import LocalExchange, make_source_endpoint, tables
 from .transport.base import Region, SourceEndpoint
 from .transport.copying import CopyProgram

@@ -5,6 +5,7 @@ gather. Importing this package is cheap and needs no Megatron; making a source r
 tested, naming the command that mends it.
 """
 
+from . import _release as _release  # first: it refuses another release of the core
 from .chunks import Parallel
 from .families import Family, in_layer, known_families
 from .rules import (

@@ -21,6 +21,7 @@ from rdt_core.errors import SourceError
 from rdt_core.sources import Shard
 from rdt_core.sources.dtypes import DtypeRule, wire_dtype
 from rdt_core.sources.presence import check_present
+from rdt_core.sources.watch import ParameterWatch, TreeWatch
 from rdt_core.wire import TensorMeta
 
 from .chunks import Found, Parallel, check_gathered, chunks_of, find, owners
@@ -97,6 +98,14 @@ class MegatronSource:
         )
         self._entries = list(self._read(chunks))
         self._owners = owners(chunks)
+        self._tree = TreeWatch(chunks)
+        self._watch = ParameterWatch(
+            [entry.found.owner for entry in self._entries],
+            [entry.found.key for entry in self._entries],
+            [entry.found.is_buffer for entry in self._entries],
+            [False] * len(self._entries),
+            self._look,
+        )
         self._metadata = self._declare()
         self._ignored = tuple(self._expand(ignored))
 
@@ -139,12 +148,17 @@ class MegatronSource:
             SourceError: as `shards`.
         """
         self._check_model()
+        return self._watch.mark()
+
+    def _look(self) -> list[Any]:
         return [
             (local.data_ptr(), local.untyped_storage()._cdata, local.device) for local in map(_local, self._entries)
         ]
 
     def _check_model(self) -> None:
         check_gathered(self._chunks, self._wrappers)
+        if self._tree.is_same():
+            return
         now = owners(self._chunks)
         if len(now) != len(self._owners) or any(map(is_not, now, self._owners)):
             raise SourceError(

@@ -33,6 +33,7 @@ from .fsdp import (
 )
 from .names import NameRule, Part, Rename, parts_of, renamer, rules_for, strip_wrappers
 from .presence import check_hidden, check_present
+from .watch import ParameterWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,13 @@ class ModuleSource:
         self._groups = tuple(sharded_groups(module))
         check_sharded(self._groups)
         self._entries = list(self._find(include_buffers))
+        self._watch = ParameterWatch(
+            [entry.owner for entry in self._entries],
+            [entry.key for entry in self._entries],
+            [entry.buffer for entry in self._entries],
+            [entry.sharded for entry in self._entries],
+            self._look,
+        )
         self._metadata = self._declare()
         self._ignored = tuple(_expand(ignored, [tensor.name for tensor in self._metadata]))
 
@@ -155,6 +163,11 @@ class ModuleSource:
             SourceError: as `shards`.
         """
         check_sharded(self._groups)
+        if any(entry.flat is not None for entry in self._entries):
+            return self._look()  # FSDP1 makes its views of one flat parameter anew
+        return self._watch.mark()
+
+    def _look(self) -> list[Any]:
         marks = []
         for entry in self._entries:
             local = self._local(entry)
