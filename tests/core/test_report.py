@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -55,13 +56,41 @@ def test_by_kind() -> None:
     }
 
 
+def slow(floor: float = 0.0, waited: float = 2.0, nbytes: int = 1_000_000_000) -> tuple[LinkReport, ...]:
+    fast = LinkReport(
+        source=0, reader="a/0", kind="prepared", bytes=4_000_000_000, seconds=0.5, waited=0.1, path="node"
+    )
+    other = LinkReport(
+        source=3, reader="a/0", kind="prepared", bytes=nbytes, seconds=2.0, waited=waited, path="node", floor=floor
+    )
+    return fast, other
+
+
 def test_slow_links() -> None:
-    (line,) = report.slow_links(sync(), {"prepared": 1.0, "mapped": 8.0})
-    assert line == "1 -> a/0 (prepared) ran at 0.50 GB/s, below its floor of 1 GB/s (1000000000 bytes)"
-    assert report.slow_links(sync(), {}) == []
-    tiny = (LinkReport(source=0, reader="a/0", kind="mapped", bytes=1000, seconds=1.0),)
-    assert report.slow_links(sync(links=tiny), {"mapped": 8.0}) == []
-    assert len(report.slow_links(sync(links=tiny), {"mapped": 8.0}, least_bytes=0)) == 1
+    assert report.slow_links(sync()) == []
+    # a tenth of the best
+    assert report.slow_links(sync(links=slow())) == ["3 -> a/0 (prepared) 0.5 GB/s, floor 0.8"]
+    # below the floor of its reader
+    assert report.slow_links(sync(links=slow(floor=5.0))) == ["3 -> a/0 (prepared) 0.5 GB/s, floor 5"]
+    assert report.slow_links(sync(links=slow(floor=5.0)[1:])) == ["3 -> a/0 (prepared) 0.5 GB/s, floor 5"]
+    # alone, small, on another path, or in flight while the reader did other things
+    assert report.slow_links(sync(links=slow()[1:])) == []
+    assert report.slow_links(sync(links=slow(nbytes=1 << 20))) == []
+    assert report.slow_links(sync(links=slow(waited=0.5))) == []
+    fast, other = slow()
+    assert report.slow_links(sync(links=(fast, msgspec.structs.replace(other, path="network")))) == []
+
+
+def test_slow_links_are_told() -> None:
+    one = sync(links=slow(floor=5.0))
+    assert report.log_line(one).endswith(", slow: 3 -> a/0 (prepared) 0.5 GB/s, floor 5")
+    assert report.to_dict(one)["slow"] == report.slow_links(one)
+    many = sync(links=slow(floor=5.0) + slow(floor=5.0)[1:] * 4)
+    assert report.log_line(many).endswith("; and 2 more")
+    out = io.StringIO()
+    Console(file=out, width=200).print(report.table([sync(7), one]))
+    assert "3 -> a/0 (prepared) 0.5 GB/s, floor 5" in out.getvalue()
+    assert len(report.table([sync(7)]).columns) + 1 == len(report.table([one]).columns)
 
 
 def test_log_line() -> None:

@@ -255,6 +255,40 @@ def test_copies_without_a_cast_move_bits_and_not_floats(monkeypatch):
     publisher.close()
 
 
+class SameAddresses:
+    """A source whose parameters lie at the addresses of before, in other storages: the first ones were emptied."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(4)
+
+    def metadata(self):
+        return (TensorMeta(name="w", shape=(4,), dtype="float32"),)
+
+    def shards(self):
+        return (Shard("w", (0,), self.tensor),)
+
+    def ignored(self):
+        return ()
+
+    def fingerprint(self):
+        return "here"
+
+
+def test_an_arena_is_not_filled_from_a_storage_that_was_emptied():
+    source = SameAddresses()
+    publisher = Publisher(
+        source, group="g", rank=0, world_size=1, mode="snapshot", kinds=("local",), exchange=LocalExchange()
+    )
+    assert publisher.follow()
+    emptied, source.tensor = source.tensor, torch.full((4,), 2.0)
+    emptied.untyped_storage().resize_(0)
+    assert publisher.follow()
+    next(publisher.rounds_written())
+    (region,) = publisher._regions.values()
+    assert torch.equal(region.tensor[:16].view(torch.float32), source.tensor)
+    publisher.close()
+
+
 def test_cast_to_the_wire_dtype_is_a_snapshot_and_replayed_into_the_engine(group):
     made = group(2, 2, wire="bfloat16")
     made.attach()

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rdt_core.distributions import installed, rdt_version
 from rdt_core.errors import VersionError
-from rdt_core.versions import check_dtypes, check_local, check_peer, current, installed, problems, rdt_version
+from rdt_core.versions import check_dtypes, check_local, check_peer, current, problems
 from rdt_core.wire import WIRE_MAJOR, TensorMeta
 
 pytestmark = pytest.mark.unit

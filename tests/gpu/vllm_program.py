@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -95,6 +96,10 @@ class Trainer:
         torch.cuda.empty_cache()
         return statistics.median(seconds[1:])
 
+    def save(self, folder: str) -> None:
+        """Writes a checkpoint of the present weights."""
+        self.model.save_pretrained(folder)
+
     def checksums(self) -> dict[str, str]:
         """What vLLM's own checksums must be: SHA-256 of its fused parameters, made from this model."""
         return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in self._fused()}
@@ -130,13 +135,25 @@ def compare(trainer, server) -> list[str]:
     return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
 
 
+def compare_with_reload(trainer, server, folder: str) -> list[str]:
+    """What vLLM's own reload of a checkpoint of the same weights changes: nothing where a sync did all that it does."""
+    ray.get(trainer.save.remote(folder))
+    synced = ray.get(server.compute_weight_checksums.remote())
+    ray.get(server.collective_rpc.remote("reload_weights", (), {"weights_path": folder}))
+    loaded = ray.get(server.compute_weight_checksums.remote())
+    shutil.rmtree(folder)
+    return sorted(name for name in synced.keys() | loaded.keys() if synced.get(name) != loaded.get(name))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--util", type=float, default=0.3)
     parser.add_argument("--cells", default="live:mapped", help="mode:kind, comma-separated")
+    parser.add_argument("--quantization", default="", help="vLLM's own, e.g. fp8: compared with its reload from disk")
     parser.add_argument("--every", action="store_true", help="compare checksums after every sync, not only the last")
+    parser.add_argument("--scratch", default="/dev/shm/rdt-checkpoints", help="folder for checkpoints")
     arguments = parser.parse_args()
     from rdt_vllm.server import launch
 
@@ -152,6 +169,7 @@ def main() -> int:
             arguments.config, load_format="dummy", dtype="bfloat16", enforce_eager=True, max_model_len=128,
             skip_tokenizer_init=True, gpu_memory_utilization=arguments.util, max_num_seqs=8, seed=0,
             worker_extension_cls="vllm_program.Probe",
+            **({"quantization": arguments.quantization} if arguments.quantization else {}),
         )  # fmt: skip
         trainer = ray.remote(Trainer).options(num_cpus=1, enable_tensor_transport=True).remote(arguments.config)
         result["engine"] = ray.get(server.ready.remote())
@@ -171,11 +189,20 @@ def main() -> int:
                 version += 1
                 ray.get(trainer.reroll.remote(version))
                 if version == 1:
-                    result["differing_before"] = len(compare(trainer, server))
+                    before = ray.get(server.compute_weight_checksums.remote())
+                    result["differing_before"] = (
+                        len(before) if arguments.quantization else len(compare(trainer, server))
+                    )
                 spent, report = ray.get(trainer.publish.remote(version))
                 seconds.append(spent)
                 if arguments.every or number + 1 == arguments.rounds:
-                    differing.append(compare(trainer, server))
+                    if arguments.quantization:
+                        differing.append(compare_with_reload(trainer, server, f"{arguments.scratch}/{version}"))
+                        if version == 1:
+                            now = ray.get(server.compute_weight_checksums.remote())
+                            result["differing_before"] = sum(before[name] != digest for name, digest in now.items())
+                    else:
+                        differing.append(compare(trainer, server))
             entry["ms"] = [round(1e3 * value, 1) for value in seconds]
             entry["p50_ms"] = round(1e3 * statistics.median(seconds[1:] or seconds), 1)
             entry["bytes"] = report.bytes

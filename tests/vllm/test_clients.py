@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rdt_core.engines import ConnectInfo, EngineClient
-from rdt_core.errors import DeadlineError, EngineError
+from rdt_core.engines import STEPS, ConnectInfo, EngineClient
+from rdt_core.errors import DeadlineError, EngineError, StepError
 from rdt_vllm import VllmHttpEngine, VllmRayEngine
-from rdt_vllm.protocol import ABORTED, LEFT_OPEN
+from rdt_vllm.protocol import ABORTED, AT_STEP, LEFT_OPEN
 
 pytestmark = pytest.mark.unit
 
@@ -272,3 +272,90 @@ def test_wrong_arguments_are_refused():
 def test_clients_travel_to_the_trainer():
     client = pickle.loads(pickle.dumps(VllmHttpEngine("http://host:1", cache="keep")))
     assert (client.name, client.cache, client.url) == ("host:1", "keep", "http://host:1")
+
+
+class Handle:
+    """An actor handle whose methods answer at once through Ray, for the one call that takes a whole sync."""
+
+    def __init__(self, failing: str = "", said: str = "receiving 7") -> None:
+        self.failing = failing
+        self.said = said
+        self.asked: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return Remote(self, method)
+
+
+class Remote:
+    def __init__(self, handle: Handle, method: str) -> None:
+        self.handle, self.method = handle, method
+
+    def remote(self, *args: Any, **_: Any) -> Any:
+        self.handle.asked.append(self.method)
+        return self.handle, self.method, args
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Answers of handles, without a cluster: what a client makes of them is the subject."""
+    import ray
+
+    def get(ref: Any, timeout: float) -> Any:
+        handle, method, args = ref
+        if method == "receive_version":
+            if handle.failing:
+                cause = EngineError(f"{AT_STEP}{handle.failing}; it broke")
+                raise ray.exceptions.RayTaskError("receive_version", "", cause)
+            return dict.fromkeys(STEPS, 0.5)
+        if method == "stamp":
+            before, handle.said = handle.said, args[1] if handle.said == args[0] else handle.said
+            return before, handle.said
+        return "6" if method == "get_weight_version" else None
+
+    monkeypatch.setattr(ray, "get", get)
+
+
+def test_a_server_of_ours_takes_a_sync_in_one_call(answers):
+    handle = Handle()
+    client = VllmRayEngine(handle, name="r")
+    assert client.receive is not None
+    assert client.receive(7, deadline=soon(), step_s=5.0) == dict.fromkeys(STEPS, 0.5)
+    client.commit(7, deadline=soon())
+    assert handle.asked == ["get_weight_version", "receive_version", "stamp"]
+    assert handle.said == "7"
+
+
+def test_one_call_is_stamped_only_if_it_is_the_engine_that_received(answers):
+    client = VllmRayEngine(Handle(said="3"), name="r")
+    assert client.receive is not None
+    client.receive(7, deadline=soon(), step_s=5.0)
+    with pytest.raises(EngineError, match="says '3' instead of receiving it"):
+        client.commit(7, deadline=soon())
+
+
+@pytest.mark.parametrize(
+    ("step", "calls"),
+    [
+        ("pause", []),
+        ("begin", ["update_weights", "finish_weight_update", "get_weight_version"]),
+        ("pull", ["update_weights", "finish_weight_update"]),
+        ("finish", ["start_weight_update", "update_weights", "finish_weight_update"]),
+    ],
+)
+def test_an_abort_does_what_the_failed_step_of_one_call_left_to_do(answers, step, calls):
+    handle = Handle(failing=step)
+    client = VllmRayEngine(handle, name="r")
+    assert client.receive is not None
+    with pytest.raises(StepError, match=r"^replica 'r': it broke") as caught:
+        client.receive(7, deadline=soon(), step_s=5.0)
+    assert caught.value.step == step
+    assert pickle.loads(pickle.dumps(caught.value)).step == step
+    handle.asked.clear()
+    client.abort(7, "because", deadline=soon())
+    assert handle.asked == calls
+
+
+def test_several_actors_are_driven_step_by_step():
+    assert VllmRayEngine([Handle(), Handle()], name="r").receive is None

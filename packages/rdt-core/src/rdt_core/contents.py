@@ -56,6 +56,10 @@ class Contents(Protocol):
     slots: int
     is_live: bool
 
+    def is_bound(self) -> bool:
+        """Whether what was bound last is still there to be copied: its memory may have been emptied, and given to others."""
+        ...
+
     def bind(self, shards: Sequence[Shard]) -> None:
         """Follows parameters that lie elsewhere now; the boxes are those of before. Not for `is_live`."""
         ...
@@ -99,6 +103,10 @@ class Live:
             for shard in shards
         ]
 
+    def is_bound(self) -> bool:
+        """See `Contents.is_bound`: readers read addresses, and those of the parameters are compared."""
+        return True
+
     def bind(self, shards: Sequence[Shard]) -> None:
         """See `Contents.bind`. Raises SourceError: readers must learn the new addresses."""
         raise SourceError("parameters that readers read themselves moved; join again")
@@ -140,10 +148,15 @@ class Snapshot:
             )  # fmt: skip
         self.bind(shards)
 
+    def is_bound(self) -> bool:
+        """See `Contents.is_bound`."""
+        return self._places == list(map(torch.Tensor.data_ptr, self._out))
+
     def bind(self, shards: Sequence[Shard]) -> None:
         """See `Contents.bind`."""
         pairs = [as_bits(copy, shard.tensor) for copy, shard in zip(self._copies, shards, strict=True)]
         self._into, self._out = [copy for copy, _ in pairs], [parameter for _, parameter in pairs]
+        self._places = list(map(torch.Tensor.data_ptr, self._out))
 
     def write(self) -> Iterator[int]:
         """See `Contents.write`."""
@@ -209,6 +222,10 @@ class Buckets:
                         byte_offset=base + piece.begin, strides=tuple(piece.memory.stride()), round=number,
                     )
                 )  # fmt: skip
+
+    def is_bound(self) -> bool:
+        """See `Contents.is_bound`: every sync asks the source anew."""
+        return True
 
     def bind(self, shards: Sequence[Shard]) -> None:
         """See `Contents.bind`: every sync asks the source anew."""

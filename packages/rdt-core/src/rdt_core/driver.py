@@ -18,9 +18,10 @@ from typing import Any
 from .control import Control
 from .coverage import check_taken
 from .declared import ignored, merge
-from .engines import ConnectInfo, EngineClient
-from .errors import CoordinatorLostError, CoverageError, RdtError, SyncError
+from .engines import STEPS, ConnectInfo, EngineClient, Receive
+from .errors import CoordinatorLostError, CoverageError, RdtError, StepError, SyncError
 from .geometry import Box
+from .timeline import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class Round:
         timeout_s: deadline of each step of each replica, in seconds.
         phases: filled with the seconds of the slowest replica, by phase.
         caller: source rank and token of the driver.
+        timeline: filled with each step of each replica.
 
     Attributes:
         failed: replicas that were left out, and why.
@@ -133,8 +135,10 @@ class Round:
         timeout_s: float,
         phases: dict[str, float],
         caller: tuple[int, str],
+        timeline: Recorder,
     ) -> None:
         self._caller = caller
+        self._timeline = timeline
         self._control = control
         self._sync = sync
         self._version = version
@@ -158,24 +162,36 @@ class Round:
         return [partial(self._drive, client) for client in self._clients]
 
     def _drive(self, client: EngineClient) -> None:
-        for phase in ("pause", "begin", "pull", "finish"):
-            started = time.perf_counter()
-            deadline = time.monotonic() + self._timeout_s
-            try:
-                if phase == "pause":
+        step = STEPS[0]
+        try:
+            receive: Receive | None = getattr(client, "receive", None)
+            if receive is not None:
+                deadline = time.monotonic() + len(STEPS) * self._timeout_s
+                began = time.perf_counter()
+                for step, seconds in receive(self._version, deadline=deadline, step_s=self._timeout_s).items():
+                    began = self._took(client, step, began, began + seconds)
+                return
+            for step in STEPS:
+                started = time.perf_counter()
+                deadline = time.monotonic() + self._timeout_s
+                if step == "pause":
                     client.pause(deadline=deadline)
                 else:
-                    getattr(client, phase)(self._version, deadline=deadline)
-            except Exception as error:
-                failure = self._tell(client.name, phase, error)
-                if self._policy == "require_all":
-                    raise failure from error
-                log.warning("replica %r is left out of version %d: %s", client.name, self._version, failure)
-                self.failed[client.name] = str(failure)  # it is told after the others: it may not answer
-                return
-            name = "engine_begin" if phase == "begin" else phase
-            with self._lock:
-                self._phases[name] = max(self._phases.get(name, 0.0), time.perf_counter() - started)
+                    getattr(client, step)(self._version, deadline=deadline)
+                self._took(client, step, started, time.perf_counter())
+        except Exception as error:
+            failure = self._tell(client.name, error.step if isinstance(error, StepError) else step, error)
+            if self._policy == "require_all":
+                raise failure from error
+            log.warning("replica %r is left out of version %d: %s", client.name, self._version, failure)
+            self.failed[client.name] = str(failure)  # it is told after the others: it may not answer
+
+    def _took(self, client: EngineClient, step: str, began: float, ended: float) -> float:
+        name = "engine_begin" if step == "begin" else step
+        self._timeline.add(name, began, ended, track=client.name)
+        with self._lock:
+            self._phases[name] = max(self._phases.get(name, 0.0), ended - began)
+        return ended
 
     def _tell(self, replica: str, phase: str, error: Exception) -> RdtError:
         """Fails the sync, or with "best_effort" this replica's part of it; returns the failure that came first."""

@@ -6,6 +6,7 @@ A client stands for one replica and reaches every rank of it. Every call returns
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol, runtime_checkable
 
 from .wire import Struct
@@ -24,8 +25,34 @@ class ConnectInfo(Struct, frozen=True):
     kinds: tuple[str, ...]  # link kinds allowed, in order of preference
     timeout_s: float
     pack_threshold: int = 0  # bytes below which a piece is packed; 0: the kind's own default
+    slow_links: str | float = "refuse"  # links far below what they should do; see `WeightSync.join`
     attempt: str = ""  # names this connect of the replica; ranks that come with an older one are refused
     check: int = 0  # a check that runs: a rank that is connected hands in digests of what it holds, and stays connected
+
+
+#: what a replica goes through from the start of a sync to its commit, in this order
+STEPS = ("pause", "begin", "pull", "finish")
+
+
+class Receive(Protocol):
+    """All steps of a sync but the commit in one call, for an engine that offers it; see `EngineClient` for each.
+
+    A client that has it carries it as its attribute `receive`; None, or no such attribute: it is driven step by step.
+    """
+
+    def __call__(self, version: int, *, deadline: float, step_s: float) -> Mapping[str, float]:
+        """Returns the seconds of each step.
+
+        Args:
+            version: to be received.
+            deadline: of the whole call.
+            step_s: deadline of each step, in seconds.
+
+        Raises:
+            StepError: a step failed; the steps after it did not begin.
+            DeadlineError: the engine did not answer.
+        """
+        ...
 
 
 @runtime_checkable

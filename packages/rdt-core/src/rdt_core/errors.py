@@ -4,6 +4,10 @@ A message names the tensor, the rank, the bytes, what was found, what was expect
 which kind of mistake it was, so that callers can tell a wrong set-up from a fault at run time.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class RdtError(Exception):
     """Base of all errors of rdt."""
@@ -71,3 +75,24 @@ class VerifyError(SyncError):
 
 class EngineError(RdtError):
     """An inference engine refused or failed a control call."""
+
+
+class StepError(EngineError):
+    """A step of a sync that an engine takes in one call failed; the steps after it did not begin.
+
+    Args:
+        message: what failed.
+        step: of `engines.STEPS`.
+    """
+
+    def __init__(self, message: str, step: str) -> None:
+        super().__init__(message)
+        self.step = step
+
+    def __reduce__(self) -> Any:
+        """Travels between processes with its step."""
+        return StepError, (str(self), self.step)
+
+
+class ConformanceError(RdtError):
+    """A source, a landing or an engine client does not keep its protocol; says what it did, and what is expected."""

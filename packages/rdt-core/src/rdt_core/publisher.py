@@ -267,7 +267,7 @@ class Publisher:
             SourceError: parameters are not there at the moment.
         """
         marks = self._marks()
-        if marks == self._fingerprint:
+        if marks == self._fingerprint and self._contents.is_bound():
             return True
         if self._contents.is_live or not isinstance(self._source, WeightSource):
             return False

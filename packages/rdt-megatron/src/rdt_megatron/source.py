@@ -140,9 +140,7 @@ class MegatronSource:
         return shards
 
     def fingerprint(self) -> Any:
-        """See `WatchedSource.fingerprint`: where each parameter lies, and in which storage; no view is made.
-
-        A storage that was emptied may be followed by another at its address; views of the first one then read nothing.
+        """See `WatchedSource.fingerprint`: where each parameter lies; no view is made.
 
         Raises:
             SourceError: as `shards`.
@@ -151,9 +149,7 @@ class MegatronSource:
         return self._watch.mark()
 
     def _look(self) -> list[Any]:
-        return [
-            (local.data_ptr(), local.untyped_storage()._cdata, local.device) for local in map(_local, self._entries)
-        ]
+        return [(local.data_ptr(), local.device) for local in map(_local, self._entries)]
 
     def _check_model(self) -> None:
         check_gathered(self._chunks, self._wrappers)

@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from rdt_core.engines import CachePolicy, ConnectInfo, PauseMode
-from rdt_core.errors import DeadlineError, EngineError
+from rdt_core.engines import STEPS, CachePolicy, ConnectInfo, PauseMode, Receive
+from rdt_core.errors import DeadlineError, EngineError, StepError
 from rdt_core.web import StatusError, Web
 
-from .protocol import ABORTED, LEFT_OPEN, OPEN_ON_LAST, RECEIVING
+from .protocol import ABORTED, AT_STEP, LEFT_OPEN, OPEN_ON_LAST, RECEIVING
 
 #: seconds that an engine gets less than its caller for a pull, so that its own error comes first
 MARGIN_S = 2.0
@@ -128,12 +128,15 @@ class _VllmEngine(ABC):
         The engine is stamped with no version until the commit, so that it never claims one that it does not hold. It is
         stamped only once it has begun: one that was started again since is not connected, and refuses to.
         """
-        stamps = set(self._weight_version(deadline)) if self._before is None or self._uncommitted is not None else None
-        if stamps is not None:
-            self._before = stamps.pop() if len(stamps) == 1 else None
+        self._remember_stamp(deadline)
         self._open, self._finishing, self._uncommitted = True, False, None
         self._start(deadline)
         self._stamp(f"{RECEIVING}{version}", deadline)
+
+    def _remember_stamp(self, deadline: float) -> None:
+        if self._before is None or self._uncommitted is not None:
+            stamps = set(self._weight_version(deadline))
+            self._before = stamps.pop() if len(stamps) == 1 else None
 
     def pull(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.pull`."""
@@ -149,19 +152,26 @@ class _VllmEngine(ABC):
 
     def commit(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.commit`. The engine must be the one that received the version, and say it afterwards."""
-        found = self._weight_version(deadline)
-        if set(found) != {f"{RECEIVING}{version}"}:
+        receiving = f"{RECEIVING}{version}"
+        before, after = self._restamp(receiving, str(version), deadline)
+        if set(before) != {receiving}:
             raise EngineError(
-                f"replica {self.name!r} is not stamped with version {version}: it says {', '.join(map(repr, found))} instead of "
+                f"replica {self.name!r} is not stamped with version {version}: it says {', '.join(map(repr, before))} instead of "
                 "receiving it. It was started again, or another driver uses it; it has to be connected again"
             )
-        self._stamp(str(version), deadline)
-        found = self._weight_version(deadline)
-        if set(found) != {str(version)}:
+        if set(after) != {str(version)}:
             raise EngineError(
-                f"replica {self.name!r} was given version {version} and says that it serves {', '.join(found)}"
+                f"replica {self.name!r} was given version {version} and says that it serves {', '.join(after)}"
             )
         self._uncommitted, self._before = None, str(version)
+
+    def _restamp(self, expected: str, version: str, deadline: float) -> tuple[list[str], list[str]]:
+        """Stamps the engine if it says `expected`; returns what it says before and after."""
+        before = self._weight_version(deadline)
+        if set(before) != {expected}:
+            return before, before
+        self._stamp(version, deadline)
+        return before, self._weight_version(deadline)
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         """See `EngineClient.abort`.
@@ -244,6 +254,9 @@ class VllmRayEngine(_VllmEngine):
         self.handles = list(handles) if isinstance(handles, list | tuple) else [handles]
         if not self.handles:
             raise EngineError(f"replica {name!r} has no actors")
+        alone = len(self.handles) == 1 and hasattr(self.handles[0], "receive_version")
+        #: a `VllmServer` takes a sync in one call; other actors are driven step by step
+        self.receive: Receive | None = self._receive if alone else None
 
     @property
     def _offline(self) -> bool:
@@ -275,6 +288,36 @@ class VllmRayEngine(_VllmEngine):
             told = "; ".join(text for text, _ in failures)
             raise EngineError(f"replica {self.name!r}: {method} failed: {told}") from failures[0][1]
         return results
+
+    def _receive(self, version: int, *, deadline: float, step_s: float) -> Mapping[str, float]:
+        self._remember_stamp(deadline)
+        self._open, self._finishing, self._uncommitted = False, False, None
+        failed: str | None = STEPS[2]  # of an engine that does not answer nothing better is known
+        try:
+            (seconds,) = self._call(
+                "receive_version", version, mode=self.pause_mode, clear_cache=self.cache == "reset", step_s=step_s,
+                pull_s=max(step_s - MARGIN_S, 1.0), deadline=deadline,
+            )  # fmt: skip
+            failed = None
+        except EngineError as error:
+            _, marked, rest = str(error).partition(AT_STEP)
+            if not marked:
+                raise
+            failed, _, text = rest.partition("; ")
+            raise StepError(f"replica {self.name!r}: {text}", failed) from error
+        finally:
+            # what `abort` has to know, as after the single calls
+            reached = len(STEPS) if failed is None else STEPS.index(failed)
+            self._open, self._finishing = 0 < reached < len(STEPS), reached == len(STEPS) - 1
+            if reached >= STEPS.index("pull"):
+                self._uncommitted, self._before = version, None
+        return seconds
+
+    def _restamp(self, expected: str, version: str, deadline: float) -> tuple[list[str], list[str]]:
+        if self.receive is None:
+            return super()._restamp(expected, version, deadline)
+        ((before, after),) = self._call("stamp", expected, version, deadline=deadline)
+        return [before], [after]
 
     def _init(self, info: dict[str, Any], deadline: float) -> None:
         self._call("init_weight_transfer_engine", InitRequest(info), deadline=deadline)

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError
 from rdt_core.landing import Destination, storage_bytes
+from rdt_core.sources.watch import ParameterWatch
 from rdt_core.tracing import Destinations, Trace, trace
 from rdt_core.wire import TensorMeta
 
@@ -194,7 +195,8 @@ class VllmLanding:
                 self._padded.add(key)
             self._destinations[key] = Destination(key=key, module=form.module, in_place=in_place, nbytes=form.nbytes)
         self._refuse_shared()
-        self._addresses = self._take_addresses()
+        self._watch = self._watch_addresses()
+        self._addresses = self._watch.mark()
 
     def _serving(self, form: _Format) -> torch.Tensor | None:
         return layers.tensors(self._modules[form.module]).get(form.name)
@@ -398,8 +400,20 @@ class VllmLanding:
         ]
         return {name: _place(tensor) for name, tensor in named}
 
+    def _watch_addresses(self) -> ParameterWatch:
+        """Takes the addresses again only where a parameter or buffer is another one, or lies elsewhere, than the last time."""
+        places = [
+            (module, name, table is module._buffers)
+            for module in self._model.modules()
+            for table in (module._parameters, module._buffers)
+            for name, tensor in table.items()
+            if tensor is not None
+        ]
+        owners, names, buffers = ([*column] for column in zip(*places, strict=True))
+        return ParameterWatch(owners, names, buffers, [False] * len(names), self._take_addresses)
+
     def _check_addresses(self, when: str) -> None:
-        now = self._take_addresses()
+        now = self._watch.mark()
         moved = [name for name, place in self._addresses.items() if now.get(name) != place]
         if moved:
             raise EngineError(f"{self.who}: the address of {_some(moved)} changed {when}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 RECEIVING = "receiving "
 #: the sync was ended by `update_weights` with `abort`, as asked
 ABORTED = "rdt-aborted"
+#: a step of a sync that was taken in one call failed; followed by its name and a semicolon
+AT_STEP = "rdt-step:"
 #: an earlier weight update never ended; followed by a colon and the ranks of which the update is open
 LEFT_OPEN = "rdt-left-open"
 OPEN_ON_ALL = "all"

@@ -7,15 +7,20 @@ killing the actor instead leaves them to end by themselves.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rdt_core.engines import STEPS
 from rdt_core.errors import EngineError
 from rdt_core.servers import Generation
 
+from .clients import UpdateRequest
 from .plugin import BACKEND
+from .protocol import AT_STEP, RECEIVING
 from .versions import check_vllm
 
 __all__ = ["Generation", "VllmServer", "launch"]
@@ -89,6 +94,57 @@ class VllmServer:
     async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
         """See `AsyncLLM.pause_generation`."""
         await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def receive_version(
+        self, version: int, *, mode: str, clear_cache: bool, step_s: float, pull_s: float
+    ) -> dict[str, float]:
+        """A sync from the pause to the last post-load step in one call, in vLLM's own calls; it is not stamped.
+
+        Args:
+            version: that the trainer publishes now.
+            mode: see `AsyncLLM.pause_generation`.
+            clear_cache: see there. Its sleep, which gives callers their last outputs before it returns, is left out.
+            step_s: deadline of each step, in seconds.
+            pull_s: deadline of each wait inside the pull, in seconds.
+
+        Returns:
+            Seconds of each step.
+
+        Raises:
+            EngineError: names the step that failed (`protocol.AT_STEP`); those after it did not begin.
+        """
+
+        async def pause() -> None:
+            if clear_cache:
+                await self._llm.renderer.clear_mm_cache_async()
+            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+        async def begin() -> None:
+            await self._llm.start_weight_update()
+            await self._llm.update_weight_version(f"{RECEIVING}{version}")
+
+        async def pull() -> None:
+            await self._llm.update_weights(UpdateRequest({"version": version, "timeout_s": pull_s}))
+
+        steps = dict(zip(STEPS, (pause, begin, pull, self._llm.finish_weight_update), strict=True))
+        seconds = {}
+        for name, step in steps.items():
+            started = time.perf_counter()
+            try:
+                await asyncio.wait_for(step(), step_s)
+            except TimeoutError:
+                raise EngineError(f"{AT_STEP}{name}; it was not done within {step_s:g} s") from None
+            except Exception as error:
+                raise EngineError(f"{AT_STEP}{name}; {type(error).__name__}: {error}") from error
+            seconds[name] = time.perf_counter() - started
+        return seconds
+
+    async def stamp(self, expected: str, version: str) -> tuple[str, str]:
+        """Stamps the engine with a version if it says `expected`; returns what it says before and after."""
+        before = await self._llm.get_weight_version()
+        if before == expected:
+            await self._llm.update_weight_version(version)
+        return before, await self._llm.get_weight_version()
 
     async def resume_generation(self) -> None:
         """See `AsyncLLM.resume_generation`."""

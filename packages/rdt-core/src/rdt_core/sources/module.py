@@ -171,7 +171,7 @@ class ModuleSource:
         marks = []
         for entry in self._entries:
             local = self._local(entry)
-            marks.append((local.data_ptr(), local.untyped_storage()._cdata, _layout(entry, local)))
+            marks.append((local.data_ptr(), _layout(entry, local)))
         return marks
 
     def _find(self, include_buffers: bool | Sequence[str]) -> Iterator[_Entry]:

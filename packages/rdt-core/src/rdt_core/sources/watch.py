@@ -16,13 +16,9 @@ from torch import nn
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> Any:
-    """Addresses, sizes and storages of all tensors: differs from an earlier one when memory moved or was resized.
-
-    The storage counts as well: one that was emptied may have given its address to another.
-    """
+    """Addresses and sizes of all tensors: differs from an earlier one when memory moved, was emptied or resized."""
     listed = list(tensors)  # one pass in C for each column: this runs in every sync, over every shard
-    storages = map(attrgetter("_cdata"), map(torch.Tensor.untyped_storage, listed))
-    return tuple(map(torch.Tensor.data_ptr, listed)), tuple(map(attrgetter("nbytes"), listed)), tuple(storages)
+    return tuple(map(torch.Tensor.data_ptr, listed)), tuple(map(attrgetter("nbytes"), listed))
 
 
 class ParameterWatch:
