@@ -5,12 +5,12 @@ One source rank and one plain module in one process. What a plain module cannot 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 
-from rdt_core import memory
+from rdt_core import memory, wire
 from rdt_core.control import LocalControl
 from rdt_core.coordinator import Coordinator
 from rdt_core.errors import CoverageError, EngineError, SyncError, TornReplicaError
@@ -191,3 +191,36 @@ def test_memory_that_is_not_registered_goes_away_with_its_last_user():
     arena = Arena(54321)
     memory.give_back(arena.tensor)
     assert Arena(54321).tensor.data_ptr() != arena.tensor.data_ptr()
+
+
+class Fused(torch.nn.Module):
+    """Two checkpoint tensors in one parameter, and a padded vocabulary whose padding the loader sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = torch.zeros(40)
+        self.fused = torch.nn.Parameter(self.flat[:24].view(6, 4), requires_grad=False)
+        self.vocabulary = torch.nn.Parameter(self.flat[24:].view(4, 4), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "embed":
+                self.vocabulary.data[3:].fill_(0)
+                self.vocabulary.data[:3].copy_(tensor)
+            else:
+                at = {"gate": 0, "up": 3}[name]
+                self.fused.data[at : at + 3].copy_(tensor)
+
+
+def test_a_parameter_of_which_only_a_part_is_offered_is_refused():
+    served = Fused()
+    offered = [wire.TensorMeta(name=name, shape=(3, 4), dtype="float32") for name in ("embed", "gate", "up")]
+    landing = ModuleLanding(served, served.load_weights)
+    landing.trace(offered)
+    with pytest.raises(CoverageError, match=r"1 parameters .* not all of them.*: 'fused' \(48 of 96 bytes\)\. Let"):
+        ModuleLanding(served, served.load_weights).trace(offered[:2])
+    with torch.no_grad():
+        served.flat.fill_(5.0)
+    landing.begin()
+    assert served.vocabulary.tolist() == [[5.0] * 4] * 3 + [[0.0] * 4], "the padding is the loader's in every sync"
+    assert served.fused.eq(5.0).all()

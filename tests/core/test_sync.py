@@ -99,6 +99,7 @@ def load(module: Served, weights) -> None:
             rows = 64 // world
             start = min(50, rank * rows)
             count = min(50, (rank + 1) * rows) - start
+            module.embed.data[count:].fill_(0)
             module.embed.data[:count].copy_(tensor.narrow(0, start, count))
             continue
         if name == "norm.weight":

@@ -141,7 +141,7 @@ def compare_with_reload(trainer, server, folder: str) -> list[str]:
     synced = ray.get(server.compute_weight_checksums.remote())
     ray.get(server.collective_rpc.remote("reload_weights", (), {"weights_path": folder}))
     loaded = ray.get(server.compute_weight_checksums.remote())
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return sorted(name for name in synced.keys() | loaded.keys() if synced.get(name) != loaded.get(name))
 
 
@@ -165,13 +165,17 @@ def main() -> int:
     result: dict = {"model": os.path.basename(arguments.config), "cells": []}
     try:
         started = time.perf_counter()
+        trainer = ray.remote(Trainer).options(num_cpus=1, enable_tensor_transport=True).remote(arguments.config)
+        folder, form = arguments.config, "dummy"
+        if arguments.quantization:  # vLLM reloads from disk only what it loaded from disk
+            folder, form = f"{arguments.scratch}/0", "auto"
+            ray.get(trainer.save.remote(folder))
         server = launch(
-            arguments.config, load_format="dummy", dtype="bfloat16", enforce_eager=True, max_model_len=128,
+            folder, load_format=form, dtype="bfloat16", enforce_eager=True, max_model_len=128,
             skip_tokenizer_init=True, gpu_memory_utilization=arguments.util, max_num_seqs=8, seed=0,
             worker_extension_cls="vllm_program.Probe",
             **({"quantization": arguments.quantization} if arguments.quantization else {}),
         )  # fmt: skip
-        trainer = ray.remote(Trainer).options(num_cpus=1, enable_tensor_transport=True).remote(arguments.config)
         result["engine"] = ray.get(server.ready.remote())
         result["start_s"] = round(time.perf_counter() - started, 1)
         result["device_copy_ms"] = round(1e3 * ray.get(trainer.copy_seconds.remote()), 2)
@@ -215,6 +219,7 @@ def main() -> int:
         result["addresses_changed"] = ray.get(server.collective_rpc.remote("addresses")) != addresses
         ray.get(server.shutdown.remote())
     finally:
+        shutil.rmtree(arguments.scratch, ignore_errors=True)
         print("RESULT " + json.dumps(result), flush=True)
         ray.shutdown()
     exact = result["cells"] and all(not cell.get("differing", True) for cell in result["cells"])

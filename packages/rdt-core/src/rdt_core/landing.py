@@ -8,6 +8,9 @@ receiver's (a fixed place in its receive buffer), so that prepared transfers lan
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +20,7 @@ import torch
 
 from .errors import CoverageError, EngineError
 from .memory import whole
-from .tracing import Destinations, Trace, trace
+from .tracing import Destinations, Fill, Slice, Trace, trace
 from .wire import TensorMeta
 
 
@@ -111,6 +114,7 @@ class ModuleLanding:
         self.module = module
         self.torn: str | None = None
         self._load = load_weights or self._copy_by_name
+        self._fills: tuple[Fill, ...] = ()
         self._find()
 
     def _find(self) -> None:
@@ -119,6 +123,8 @@ class ModuleLanding:
 
     def _check_found(self) -> None:
         """Raises EngineError where the module has other memory than it had: bytes would land where nobody looks."""
+        if self._targets.is_same():
+            return
         now = Destinations.of(self.module)
         moved = [
             key
@@ -146,25 +152,41 @@ class ModuleLanding:
         """See `Landing.trace`. From here on the module's memory is where it is now.
 
         Raises:
-            CoverageError: parameters that nothing reaches; they would stay stale.
+            CoverageError: parameters that nothing reaches, or only in part; they would stay stale.
         """
         self._find()
         result = trace(self._load, tensors, self._targets)
-        reached = {self._targets[piece.destination].untyped_storage().data_ptr() for piece in result.slices}
-        stale = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.numel()
-            and parameter.untyped_storage().data_ptr() not in reached
-            and not any(fnmatchcase(name, pattern) for pattern in self.kept)
-        ]
-        if stale:
-            shown = ", ".join(map(repr, stale[:8])) + (f" and {len(stale) - 8} more" if len(stale) > 8 else "")
-            raise CoverageError(
-                f"{len(stale)} parameters of the served module are reached by nothing that the source offers, and would keep "
-                f"their values: {shown}. Let the source offer them, or name them in kept="
-            )
+        self._refuse_stale(result)
+        self._fills = result.fills
         return result
+
+    def _refuse_stale(self, result: Trace) -> None:
+        landed: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # bytes by storage and first byte
+        parts: list[Slice | Fill] = [*result.slices, *result.fills]
+        for part in parts:
+            size = getattr(torch, part.dtype).itemsize
+            landed[part.destination][part.offset * size] += math.prod(part.shape) * size
+        inside = {self._storages[key].data_ptr(): sorted(starts.items()) for key, starts in landed.items()}
+        stale = []
+        for name, parameter in self.module.named_parameters():
+            starts = inside.get(parameter.untyped_storage().data_ptr(), [])
+            begin = int(parameter.storage_offset()) * parameter.element_size()
+            here = starts[bisect_left(starts, (begin, 0)) : bisect_left(starts, (begin + parameter.nbytes, 0))]
+            count = sum(nbytes for _, nbytes in here)
+            if (
+                count >= parameter.nbytes
+                # loaders that write a buffer of many parameters as one
+                or sum(nbytes for _, nbytes in starts) >= parameter.untyped_storage().nbytes()
+                or any(fnmatchcase(name, pattern) for pattern in self.kept)
+            ):
+                continue
+            stale.append(f"{name!r} ({count} of {parameter.nbytes} bytes)")
+        if stale:
+            shown = ", ".join(stale[:8]) + (f" and {len(stale) - 8} more" if len(stale) > 8 else "")
+            raise CoverageError(
+                f"{len(stale)} parameters of the served module are not reached by what the source offers, or not all of them, "
+                f"and would keep their values: {shown}. Let the source offer them, or name them in kept="
+            )
 
     def destinations(self) -> Mapping[str, Destination]:
         """See `Landing.destinations`."""
@@ -177,6 +199,10 @@ class ModuleLanding:
         """See `Landing.begin`. Raises EngineError where the module's memory was replaced since `trace`."""
         self._check_found()
         self.torn = "a sync is running"
+        with torch.no_grad():
+            for fill in self._fills:  # what the loaders set to a number, such as the padding of a vocabulary
+                whole_storage = self._storages[fill.destination].view(getattr(torch, fill.dtype))
+                whole_storage.as_strided(fill.shape, fill.strides, fill.offset).fill_(fill.value)
 
     def open(self, modules: Iterable[str], memory: Mapping[str, torch.Tensor]) -> None:
         """See `Landing.open`: everything is in place already."""

@@ -195,6 +195,7 @@ class VllmLanding:
                 self._padded.add(key)
             self._destinations[key] = Destination(key=key, module=form.module, in_place=in_place, nbytes=form.nbytes)
         self._refuse_shared()
+        self._deferred = [module for module in self._modules.values() if layers.is_deferred(module)]
         self._watch = self._watch_addresses()
         self._addresses = self._watch.mark()
 
@@ -220,14 +221,15 @@ class VllmLanding:
 
     def open(self, modules: Iterable[str], memory: Mapping[str, torch.Tensor]) -> None:
         """See `Landing.open`."""
+        fresh = [name for name in modules if name not in self._idle and name not in self._opened]
+        if not fresh:
+            return
         own: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for key, span in memory.items():
             form = self._formats[key]
             own[form.module][form.name] = span
         with self._vllm(), torch.no_grad():
-            for name in modules:
-                if name in self._idle or name in self._opened:
-                    continue
+            for name in fresh:
                 self._opened.add(name)
                 for tensor, span in own[name].items():
                     if (key := _key(name, tensor)) in self._padded:
@@ -254,6 +256,8 @@ class VllmLanding:
 
     def close(self, module: str) -> None:
         """See `Landing.close`."""
+        if module not in self._opened and module not in self._ties:
+            return  # most modules: what landed is what they serve with
         with self._vllm(), torch.no_grad():
             for tensor, tied, tied_tensor in self._ties.get(module, ()):
                 self._close_tied(tied, tied_tensor, layers.tensors(self._modules[module])[tensor])
@@ -280,9 +284,8 @@ class VllmLanding:
             raise EngineError(f"{self.who}: modules {_some(self._opened)} never received all their bytes")
         with self._vllm(), torch.no_grad():
             # derived matrices (MLA's) are made from other modules' serving tensors, so they come last
-            for module in self._modules.values():
-                if layers.is_deferred(module):
-                    module.process_weights_after_loading(self._model_config.dtype)
+            for module in self._deferred:
+                module.process_weights_after_loading(self._model_config.dtype)
         self._check_addresses("while its post-load step ran; captured CUDA graphs would read freed memory")
         self._guard.open()
 
