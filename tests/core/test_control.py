@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -146,6 +147,13 @@ def test_without_a_cluster_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(MembershipError, match="knows no cluster: pass address= or set RAY_ADDRESS"):
         ensure_ray()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(MembershipError, match=f"no Ray cluster answers at '{address}'"):
+        ensure_ray(address)
+    assert time.monotonic() - began < WATCHDOG_S  # Ray would try for many minutes
     with pytest.raises(MembershipError, match="not connected to Ray; call ensure_ray"):
         open_coordinator(GROUP, create=False, timeout_s=1)
 
@@ -169,6 +177,11 @@ def end(process: subprocess.Popen[str]) -> str:
     process.kill()
     said, _ = process.communicate()
     return said
+
+
+@pytest.fixture(scope="module")
+def warm_core() -> None:
+    """New processes: a coordinator's is small, and some tests kill them."""
 
 
 @pytest.mark.integration

@@ -181,6 +181,11 @@ def share(storage: torch.UntypedStorage) -> tuple[int, int]:
     return fd, size
 
 
+def can_share(storage: torch.UntypedStorage) -> bool:
+    """Whether `share` can give a CPU storage to others: not where it is mapped from a file that is closed."""
+    return not storage.is_shared() or storage._share_fd_cpu_()[0] >= 0
+
+
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Finds the distinct storages below `tensors`, in first-seen order.
 

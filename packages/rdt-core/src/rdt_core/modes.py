@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from .errors import SourceError
-from .memory import is_expandable
+from .memory import can_share, is_expandable
 from .sources.base import IterableWeightSource, Shard, WeightSource
 
 MODES = ("auto", "live", "snapshot", "bucket")
@@ -27,6 +27,7 @@ def choose_mode(
     wire_dtype: Callable[[str], torch.dtype],
     device: torch.device,
     rank: int,
+    mapped: bool,
 ) -> tuple[str, str]:
     """Returns the mode and why: the first of live, snapshot, bucket that works, or a refusal of the one asked for.
 
@@ -37,6 +38,7 @@ def choose_mode(
         wire_dtype: of a checkpoint tensor, by name.
         device: of the shards.
         rank: names the source rank in errors.
+        mapped: whether readers may map its memory.
 
     Raises:
         SourceError: the mode is unknown, or cannot work with this source.
@@ -46,7 +48,7 @@ def choose_mode(
     sharded = isinstance(source, WeightSource)
     nbytes = sum(shard.tensor.numel() * wire_dtype(shard.name).itemsize for shard in shards)
     obstacles = {
-        "live": _why_not_live(shards, wire_dtype) if sharded else _ITERATED,
+        "live": _why_not_live(shards, wire_dtype, mapped) if sharded else _ITERATED,
         "snapshot": _why_not_snapshot(nbytes, device) if sharded else _ITERATED,
         "bucket": None,
     }
@@ -59,7 +61,7 @@ def choose_mode(
     return chosen, refused or "parameters have the wire dtype and can be read where they are"
 
 
-def _why_not_live(shards: Sequence[Shard], wire_dtype: Callable[[str], torch.dtype]) -> str | None:
+def _why_not_live(shards: Sequence[Shard], wire_dtype: Callable[[str], torch.dtype], mapped: bool) -> str | None:
     for shard in shards:
         wanted = wire_dtype(shard.name)
         if shard.tensor.dtype != wanted:
@@ -69,6 +71,8 @@ def _why_not_live(shards: Sequence[Shard], wire_dtype: Callable[[str], torch.dty
                 f"{shard.name!r} lies in an expandable segment, which moves at a thousandth of the speed; "
                 "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
             )
+        if mapped and shard.tensor.device.type == "cpu" and not can_share(shard.tensor.untyped_storage()):
+            return f"{shard.name!r} is mapped from a file that is closed, and cannot be given to others"
         if shard.tensor.is_conj() or shard.tensor.is_neg():
             return f"{shard.name!r} is a lazily conjugated or negated view"
     return None

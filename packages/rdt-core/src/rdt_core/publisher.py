@@ -101,7 +101,9 @@ class Publisher:
         self._metas: dict[int, wire.RegionMeta] = {}
         self._served: dict[str, _Served] = {}
         self._proof: tuple[dict[str, wire.ReadRequest], OwnerProof] | None = None
-        self.mode, self.mode_reason = choose_mode(mode, source, shards, self._declaration.dtype, self.device, rank)
+        self.mode, self.mode_reason = choose_mode(
+            mode, source, shards, self._declaration.dtype, self.device, rank, mapped="mapped" in kinds
+        )
         self._endpoints = [make_source_endpoint(kind, exchange=exchange) for kind in kinds]
         self._contents = self._make_contents(shards, bucket_bytes, lookahead)
         self.rounds, self.slots = self._contents.rounds, self._contents.slots

@@ -110,6 +110,7 @@ def load(module: Served, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             rows = _PADDED // world
             start = min(_VOCABULARY, rank * rows)
             count = min(_VOCABULARY, (rank + 1) * rows) - start
+            module.embed.data[count:].fill_(0)
             module.embed.data[:count].copy_(tensor.narrow(0, start, count))
         elif name == "norm.weight":
             module.norm.data.copy_(tensor)
