@@ -309,7 +309,7 @@ def answers(monkeypatch):
                 cause = EngineError(f"{AT_STEP}{handle.failing}; it broke")
                 raise ray.exceptions.RayTaskError("receive_version", "", cause)
             return dict.fromkeys(STEPS, 0.5)
-        if method == "stamp":
+        if method == "stamp_and_resume":
             before, handle.said = handle.said, args[1] if handle.said == args[0] else handle.said
             return before, handle.said
         return "6" if method == "get_weight_version" else None
@@ -323,8 +323,12 @@ def test_a_server_of_ours_takes_a_sync_in_one_call(answers):
     assert client.receive is not None
     assert client.receive(7, deadline=soon(), step_s=5.0) == dict.fromkeys(STEPS, 0.5)
     client.commit(7, deadline=soon())
-    assert handle.asked == ["get_weight_version", "receive_version", "stamp"]
+    client.resume(deadline=soon())
+    assert handle.asked == ["get_weight_version", "receive_version", "stamp_and_resume"]
     assert handle.said == "7"
+    client.pause(deadline=soon())
+    client.resume(deadline=soon())
+    assert handle.asked[3:] == ["pause_generation", "resume_generation"]
 
 
 def test_one_call_is_stamped_only_if_it_is_the_engine_that_received(answers):

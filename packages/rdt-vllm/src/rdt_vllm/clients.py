@@ -257,6 +257,7 @@ class VllmRayEngine(_VllmEngine):
         alone = len(self.handles) == 1 and hasattr(self.handles[0], "receive_version")
         #: a `VllmServer` takes a sync in one call; other actors are driven step by step
         self.receive: Receive | None = self._receive if alone else None
+        self._is_resumed = False  # by the call that stamped it
 
     @property
     def _offline(self) -> bool:
@@ -316,7 +317,8 @@ class VllmRayEngine(_VllmEngine):
     def _restamp(self, expected: str, version: str, deadline: float) -> tuple[list[str], list[str]]:
         if self.receive is None:
             return super()._restamp(expected, version, deadline)
-        ((before, after),) = self._call("stamp", expected, version, deadline=deadline)
+        ((before, after),) = self._call("stamp_and_resume", expected, version, deadline=deadline)
+        self._is_resumed = after == version
         return [before], [after]
 
     def _init(self, info: dict[str, Any], deadline: float) -> None:
@@ -353,7 +355,8 @@ class VllmRayEngine(_VllmEngine):
 
     def resume(self, *, deadline: float) -> None:
         """See `EngineClient.resume`."""
-        if not self._offline:
+        resumed, self._is_resumed = self._is_resumed, False
+        if not self._offline and not resumed:
             self._call("resume_generation", deadline=deadline)
 
     def health(self, *, deadline: float) -> None:

@@ -139,11 +139,12 @@ class VllmServer:
             seconds[name] = time.perf_counter() - started
         return seconds
 
-    async def stamp(self, expected: str, version: str) -> tuple[str, str]:
-        """Stamps the engine with a version if it says `expected`; returns what it says before and after."""
+    async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
+        """Stamps the engine with a version, and lets it generate, if it says `expected`; returns what it says before and after."""
         before = await self._llm.get_weight_version()
         if before == expected:
             await self._llm.update_weight_version(version)
+            await self._llm.resume_generation()
         return before, await self._llm.get_weight_version()
 
     async def resume_generation(self) -> None:
