@@ -1,0 +1,111 @@
+"""A trainer on one GPU feeds the stock worker of vLLM beside it through vLLM's own backends. Run as a program.
+
+`python interplay_program.py CONFIG_DIR` prints one line of JSON for each backend. The oracle is vLLM's own loader with a
+checkpoint of the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+BACKENDS = ("ipc", "sharded_rdt")
+
+
+class Trainer:
+    """One source rank: a transformers model on the GPU."""
+
+    def __init__(self, config_dir: str) -> None:
+        import transformers
+
+        torch.cuda.set_device(0)
+        config = transformers.AutoConfig.from_pretrained(config_dir)
+        with torch.device("cuda"):
+            self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+    def connect(self, server: Any, backend: str) -> None:
+        from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        from rdt_core import ModuleSource
+        from rdt_vllm import vllm_source
+
+        if backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            info = IPCTrainerInitInfo(rank=0, packed=True)
+        else:
+            from vllm.distributed.weight_transfer.sharded_rdt_trainer import ShardedRDTTrainerInitInfo
+
+            info = ShardedRDTTrainerInitInfo(
+                rank=0, num_consumers=1, trainer_actor_namespace="rdt", stall_timeout_s=120.0
+            )
+        self.stock = WeightTransferTrainerFactory.trainer_init(
+            info, client=RayVLLMWeightSyncClient(server), source=vllm_source(ModuleSource(self.model))
+        )
+
+    def step(self, seed: int, folder: str) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_(0, 0.02, generator=generator)
+        torch.cuda.synchronize()
+        self.model.save_pretrained(folder)
+
+    def send(self) -> float:
+        started = time.perf_counter()
+        self.stock.send_weights()
+        return time.perf_counter() - started
+
+    def end(self) -> None:
+        self.stock.shutdown()
+
+
+def main(config_dir: str, folder: Path) -> list[dict[str, Any]]:
+    from rdt_vllm.benchprogram import STOCK, BenchServer
+
+    shared = {"num_cpus": 0, "runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}}
+    server = ray.remote(BenchServer).options(max_concurrency=1000, **shared).remote(
+        config_dir, load_format="dummy", dtype="bfloat16", enforce_eager=True, max_model_len=128, max_num_seqs=4,
+        skip_tokenizer_init=True, gpu_memory_utilization=0.3, distributed_executor_backend="ray",
+        worker_extension_cls="rdt_vllm.benchprogram.Switch",
+    )  # fmt: skip
+    ray.get(server.ready.remote(), timeout=300)
+    found = []
+    backend = STOCK
+    for number, wanted in enumerate(BACKENDS, 1):
+        if wanted != backend:
+            ray.get(server.collective_rpc.remote("use_backend", (wanted,)), timeout=120)
+            backend = wanted
+        actor = ray.remote(Trainer).options(max_concurrency=2, enable_tensor_transport=True, **shared)
+        trainer = actor.remote(config_dir)
+        place = str(folder / wanted)
+        ray.get(trainer.step.remote(number, place), timeout=120)
+        before = ray.get(server.compute_weight_checksums.remote(), timeout=60)
+        ray.get(trainer.connect.remote(server, wanted), timeout=120)
+        seconds = [ray.get(trainer.send.remote(), timeout=120) for _ in range(2)]
+        sent = ray.get(server.compute_weight_checksums.remote(), timeout=60)
+        ray.get(server.collective_rpc.remote("reload_weights", kwargs={"weights_path": place}), timeout=120)
+        loaded = ray.get(server.compute_weight_checksums.remote(), timeout=60)
+        ray.get(trainer.end.remote(), timeout=60)
+        ray.kill(trainer)
+        found.append({"backend": wanted, "changed": sent != before, "equal": sent == loaded, "seconds": seconds})
+    ray.get(server.shutdown.remote(), timeout=60)
+    return found
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=8, num_gpus=1, object_store_memory=256 << 20, include_dashboard=False, namespace="rdt")
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            for row in main(sys.argv[1], Path(place)):
+                print("RESULT " + json.dumps(row), flush=True)
+    finally:
+        ray.shutdown()
