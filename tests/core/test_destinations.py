@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -61,3 +63,40 @@ def test_rebound_puts_back() -> None:
     model.weight = nn.Parameter(torch.zeros(4, 3))
     assert found.rebound() == ["weight"]
     assert model.weight is weight
+
+
+def _replace(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def _move(model: nn.Sequential) -> None:
+    model[1].weight.data = torch.zeros(4, 4)
+
+
+def _register(model: nn.Sequential) -> None:
+    model[0].register_buffer("scale", torch.zeros(1))
+
+
+def _drop(model: nn.Sequential) -> None:
+    model[1].bias = None
+
+
+def _append(model: nn.Sequential) -> None:
+    model.append(nn.Linear(4, 4))
+
+
+def _swap(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("change", [_replace, _move, _register, _drop, _append, _swap])
+def test_is_same(change: Callable[[nn.Sequential], None]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LazyLinear(3))
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    found = Destinations.of(model)
+    with torch.no_grad():
+        model[1].weight.fill_(7)
+    assert found.is_same()
+    kept = [*model.modules()], [*model.parameters()], model[1].weight.data  # or a new one may take an old one's place
+    change(model)
+    assert not found.is_same(), kept

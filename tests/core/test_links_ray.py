@@ -1,9 +1,11 @@
-"""A link that is made slow on purpose, over real links between processes: named, then refused; the fast one beside it never."""
+"""What readers measure on real links between processes: one made slow on purpose is named, then refused, the fast one beside it
+never; and what a piece costs decides how the next plan packs."""
 
 from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -24,9 +26,9 @@ SLOW_GBPS = 0.08
 class Held:
     """A source rank with a tensor of its own."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: str) -> None:
         self.rank = rank
-        self.tensor = torch.zeros(ROWS, 4096)
+        self.tensor = torch.zeros(ROWS, 4096, device=device)
 
     def metadata(self) -> list[TensorMeta]:
         return [TensorMeta(name=f"part{self.rank}", shape=(ROWS, 4096), dtype="float32")]
@@ -39,20 +41,21 @@ class Held:
 
 
 class Served(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, parts: int = 2, device: str = "cpu") -> None:
         super().__init__()
-        self.part0, self.part1 = (torch.nn.Parameter(torch.zeros(ROWS, 4096)) for _ in range(2))
+        for rank in range(parts):
+            self.register_parameter(f"part{rank}", torch.nn.Parameter(torch.zeros(ROWS, 4096, device=device)))
 
 
 class Trainer:
-    def __init__(self, rank: int) -> None:
-        self.source = Held(rank)
+    def __init__(self, rank: int, device: str = "cpu") -> None:
+        self.source = Held(rank, device)
 
-    def join(self, group: str, options: dict) -> None:
+    def join(self, group: str, options: dict, ranks: int = 2) -> None:
         from rdt_core.sync import WeightSync
 
         self.sync = WeightSync.join(
-            group, source=self.source, rank=self.source.rank, world_size=2, timeout_s=60, **options
+            group, source=self.source, rank=self.source.rank, world_size=ranks, timeout_s=60, **options
         )
 
     def attach(self, worker) -> None:
@@ -115,6 +118,12 @@ class Worker(ModuleWorker):
     def limit(self, source: int, gbps: float) -> None:
         self.limits[source] = gbps
 
+    def let_any_threshold_be_chosen(self, least: int) -> int:
+        from rdt_core.transport import thresholds
+
+        before, thresholds.LEAST = thresholds.LEAST, least
+        return before
+
     def serves(self) -> list[float]:
         return self.call(lambda module: [float(part.min() + part.max()) / 2 for part in module.parameters()])
 
@@ -136,7 +145,34 @@ def actors(ray_cluster):
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.mark.parametrize("kind", ["mapped", "prepared"])
+def test_what_a_link_measures_holds_from_the_next_plan_on(actors) -> None:
+    import ray
+
+    trainers, worker = actors
+
+    def publish(version: int):
+        return ray.get([trainer.publish.remote(version) for trainer in trainers])[0]
+
+    ray.get([trainer.join.remote("measured", {"mode": "live", "kinds": ("prepared",)}) for trainer in trainers])
+    least = ray.get(worker.let_any_threshold_be_chosen.remote(1))
+    try:
+        ray.get(trainers[0].attach.remote(worker))
+        told = [publish(version) for version in (1, 2, 3)]
+        (first,), (second,), (third,) = (one.readers for one in told)
+        ((used,), (chosen,)) = first.packing, second.packing
+        assert (used.kind, used.bytes, used.how, used.links) == ("prepared", 64 << 10, "default", 2)
+        assert chosen.how == "measured"
+        assert 1 <= chosen.bytes <= 16 << 10, "a CPU's agents read a small piece in microseconds"
+        assert first.incarnation != second.incarnation == third.incarnation
+        assert [one.outdated for one in told] == [("module",), (), ()]
+        assert ray.get(worker.serves.remote()) == [3, 3.5]
+    finally:
+        ray.get(worker.let_any_threshold_be_chosen.remote(least))
+        ray.get(worker.close.remote())
+        ray.get([trainer.leave.remote() for trainer in trainers])
+
+
+@pytest.mark.parametrize("kind", [pytest.param("mapped", marks=pytest.mark.thorough), "prepared"])
 def test_named_and_refused(actors, kind: str) -> None:
     import ray
 
@@ -171,3 +207,47 @@ def test_named_and_refused(actors, kind: str) -> None:
         ray.get(worker.limit.remote(1, 0.0))
         ray.get(worker.close.remote())
         ray.get([trainer.leave.remote() for trainer in trainers])
+
+
+def measured(_) -> str:
+    from rdt_core.transport import thresholds
+
+    return "; ".join(f"{one} -> {one.threshold}" for one in thresholds._MEASURED.values() if one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zcopy", ["on", "off"])
+def test_a_gpu_whose_memory_is_read_over_tcp(actors, zcopy: str) -> None:
+    """The floor that nobody set: a real path that is broken falls below it, the same path mended does not."""
+    import ray
+
+    from rdt_core.settings import GET_ZCOPY
+
+    environment = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", GET_ZCOPY: zcopy}
+
+    def make(kind, *args):
+        options = {"num_cpus": 0, "enable_tensor_transport": True, "runtime_env": {"env_vars": environment}}
+        return ray.remote(kind).options(**options).remote(*args)
+
+    trainer, worker = make(Trainer, 0, "cuda"), make(ModuleWorker, partial(Served, 1, "cuda"))
+    try:
+        ray.get(trainer.join.remote(f"zcopy-{zcopy}", {"mode": "live", "kinds": ("prepared",)}, 1))
+        ray.get(trainer.attach.remote(worker))
+        told = [ray.get(trainer.publish.remote(version)) for version in range(1, 5)]
+        for one in told:
+            print(zcopy, one if isinstance(one, str) else (one.links, one.readers[0].packing))
+        print(zcopy, ray.get(worker.__ray_call__.remote(measured)))
+        if zcopy == "on":
+            assert [one.version for one in told] == [1, 2, 3, 4]
+            assert [report.slow_links(one) for one in told] == [[]] * 4
+        else:
+            (line,) = report.slow_links(told[1])
+            assert line.startswith("0 -> module/0 (prepared) 0.")
+            assert line.endswith(" GB/s, floor 1")
+            assert "slow link: 0 -> module/0 (prepared)" in told[2]
+            assert GET_ZCOPY in told[2]
+        ray.get(worker.close.remote())
+        ray.get(trainer.leave.remote())
+    finally:
+        ray.kill(trainer)
+        ray.kill(worker)

@@ -77,6 +77,8 @@ def test_a_moment_is_forgiven() -> None:
     for _ in range(3):
         assert judged(links, {3: 9.0})[0].floor == 1.0
         assert judged(links, {3: 0.9})[0].floor == 0.0
+        assert judged(links, {3: 9.0})[0].floor == 1.0
+        assert judged(links, {3: 3.0}, pieces=100_000)[0].floor == 0.0  # 20 us a piece
 
 
 def test_refused_until_it_is_fast_again() -> None:

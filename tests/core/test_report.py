@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from rdt_core import report
-from rdt_core.wire import LinkReport, ReaderReport, SyncReport
+from rdt_core.wire import LinkReport, PackReport, ReaderReport, SyncReport
 
 pytestmark = pytest.mark.unit
 
@@ -93,13 +93,61 @@ def test_slow_links_are_told() -> None:
     assert len(report.table([sync(7)]).columns) + 1 == len(report.table([one]).columns)
 
 
+def test_packing() -> None:
+    told = sync()
+    assert report.packing(told) == []
+    choices = [("prepared", 65536, "default", 2), ("prepared", 2 << 20, "measured", 1), ("mapped", 0, "default", 3)]
+    packs = tuple(PackReport(kind=kind, bytes=nbytes, how=how, links=links) for kind, nbytes, how, links in choices)
+    reader = msgspec.structs.replace(told.readers[0], packing=packs)
+    told = msgspec.structs.replace(told, readers=(reader, reader))
+    assert report.packing(told) == [
+        "rows below 64 KiB on 4 prepared links (default)", "rows below 2048 KiB on 2 prepared links (measured)",
+    ]  # fmt: skip
+    assert report.to_dict(told)["packed"] == report.packing(told)
+    out = io.StringIO()
+    Console(file=out, width=200).print(report.sync_table(told))
+    assert "packed: rows below 64 KiB on 4 prepared links (default)" in out.getvalue()
+
+
 def test_log_line() -> None:
     line = report.log_line(sync())
     assert line == (
-        "version 7 of 'policy': 6.000 GB to 1 engine ranks in 3.000 s (2.00 GB/s), mode live, "
+        "version 7 of 'policy': 6.000 GB to 1 engine ranks in 3.000 s (2.00 GB/s), mode live, pause 250, pull 2500 ms, "
         "slowest link 1 -> a/0 (prepared) 0.50 GB/s in 2.000 s"
     )
     assert report.log_line(sync(links=())).endswith("no link")
+    assert "\n" not in report.log_line(msgspec.structs.replace(sync(), failed={"b": "it\nis on fire"}))
+    assert report.log_line(msgspec.structs.replace(sync(), failed={"b": "it\nis on fire"})).endswith(
+        ", left out 'b': it is on fire"
+    )
+
+
+def test_one_line() -> None:
+    assert report.one_line("a\n\tb  c") == "a b c"
+    assert report.one_line("x" * 300, 10) == "x" * 9 + "…"
+
+
+def test_the_table_of_one_sync() -> None:
+    slow = [LinkReport(source=n, reader="a/0", kind="mapped", bytes=10**6, seconds=0.001 * n) for n in range(1, 12)]
+    told = sync(links=tuple(slow))
+    quick = [
+        msgspec.structs.replace(told.readers[0], reader=f"b/{n}", phases={"transfer": 0.1}, links=()) for n in range(9)
+    ]
+    told = msgspec.structs.replace(told, readers=(*told.readers, *quick), failed={"c": "it\nis on fire"})
+    out = io.StringIO()
+    Console(file=out, width=200).print(report.sync_table(told))
+    text = out.getvalue()
+    for part in (
+        "version 7 of 'policy', mode live (same dtype)",
+        "pause",
+        "250.0",
+        "11 mapped links",
+        "11 -> a/0 (mapped)",
+    ):
+        assert part in text
+    assert "not shown: 2 engine ranks and 3 links that were faster" in text
+    assert " 3 -> a/0 (mapped)" not in text
+    assert "left out: c: it is on fire" in text
 
 
 def test_to_dict_is_json() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from rdt_core.errors import DeadlineError
-from rdt_core.transport.base import Turn
+from rdt_core.transport.base import PreparedTransfer, Turn
+from rdt_core.transport.memory_local import LocalReader
 from rdt_core.transport.waiting import post_all, wait_all
+from rdt_testbed.halves import Group
 
 pytestmark = pytest.mark.unit
 
@@ -97,3 +100,42 @@ def test_a_deadline_names_what_did_not_land(turn: Turn) -> None:
     with pytest.raises(DeadlineError, match="stuck had not landed"):
         wait_all(flights, began + 0.2)
     assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("mode", ["live", "snapshot"])
+def test_a_sync_posts_to_all_owners_before_it_waits_for_any(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    log: list[tuple[str, int]] = []
+
+    class Logged:
+        def __init__(self, inner: PreparedTransfer, source: int) -> None:
+            self._inner, self._source = inner, source
+            self.nbytes, self.turn, self.release = inner.nbytes, inner.turn, inner.release
+
+        def post(self) -> None:
+            log.append(("post", self._source))
+            self._inner.post()
+
+        def poll(self) -> bool:
+            log.append(("poll", self._source))
+            return self._inner.poll()
+
+        def wait(self, deadline: float) -> None:
+            log.append(("wait", self._source))
+            self._inner.wait(deadline)
+
+    prepare = LocalReader.prepare
+
+    def logged(self: LocalReader, *args: Any) -> Logged:
+        return Logged(prepare(self, *args), int(self._where.rpartition(" ")[2]))
+
+    monkeypatch.setattr(LocalReader, "prepare", logged)
+    made = Group(4, 1, mode=mode)
+    try:
+        for version in (1, 2):
+            log.clear()
+            made.publish(version)
+            assert log[:4] == [("post", source) for source in range(4)]
+            assert {verb for verb, _ in log[4:]} == {"poll", "wait"}
+            assert sorted(log[-4:]) == [("wait", source) for source in range(4)]
+    finally:
+        made.close()

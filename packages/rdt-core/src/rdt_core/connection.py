@@ -23,6 +23,7 @@ from .planning import Plan, Staged
 from .proofs import ReaderProof
 from .transport.base import PreparedTransfer, ReaderEndpoint
 from .transport.copying import CopyProgram
+from .transport.thresholds import Threshold, is_far_off, is_unknown, measure, place_of
 
 
 @dataclass(slots=True)
@@ -61,6 +62,9 @@ class Connection:
         destinations: what the landing said about each, by key.
         endpoints: its end of each link, by source rank.
         tensors: the memory of each destination of the plan, then the receive buffer; see `memory_of`.
+        thresholds: how each link packs, by source rank.
+        here: where this engine rank runs.
+        scratch: registered memory that links are measured with; None where all are known.
         steps: the program made ready; None until `prepare`.
     """
 
@@ -72,6 +76,9 @@ class Connection:
     destinations: Mapping[str, Destination]
     endpoints: dict[int, ReaderEndpoint]
     tensors: list[torch.Tensor]
+    thresholds: dict[int, Threshold]
+    here: wire.NodeMeta
+    scratch: torch.Tensor | None = None
     steps: list[Step] | None = None
     _proof: ReaderProof | None = None
 
@@ -86,6 +93,24 @@ class Connection:
         keys = [*self.plan.destinations, ""]
         in_place = np.array([key in self.destinations and self.destinations[key].in_place for key in keys], bool)
         return self.proof().landed(in_place)
+
+    @property
+    def kinds(self) -> dict[int, str]:
+        """Link kind by source rank."""
+        return {source: endpoint.kind for source, endpoint in self.endpoints.items()}
+
+    def pieces(self, source: int) -> int:
+        """How many rows the link from a source rank moves one by one in a sync."""
+        links = (link for chunk in self.program.chunks for link in chunk.links if link.source == source)
+        return sum(int(link.copies.rows.sum()) for link in links)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether links were measured since the plan was made, and it would be another one now."""
+        return any(
+            is_far_off(used, self.endpoints[source].kind, place_of(self.here, self.sources[source].node))
+            for source, used in self.thresholds.items()
+        )
 
     @property
     def rounds(self) -> int:
@@ -111,6 +136,11 @@ class Connection:
                     f"(digests {request.digest[:12]} and {offer.digest[:12]}); both ends must run the same rdt version"
                 )
             self.endpoints[offer.source].connect(self.sources[offer.source], offer, its_refs)
+        if self.scratch is not None:
+            for source, endpoint in self.endpoints.items():
+                place = place_of(self.here, self.sources[source].node)
+                if is_unknown(endpoint.kind, place):
+                    measure(endpoint, self.sources[source], place, self.scratch)
         chunks = self.program.chunks
         steps = []
         for number, chunk in enumerate(chunks):
@@ -133,6 +163,8 @@ class Connection:
                 transfer.release()
         for endpoint in self.endpoints.values():
             endpoint.close()
+        if self.scratch is not None:
+            give_back(self.scratch)
         give_back(self.tensors[-1])  # no transfer is left that could land there
 
     def _opened(self, chunk: Chunk) -> dict[str, torch.Tensor]:

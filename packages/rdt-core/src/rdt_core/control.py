@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import os
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ from .errors import CoordinatorLostError, DeadlineError, MembershipError, RdtErr
 
 DEFAULT_NAMESPACE = "rdt"
 _POLL_S = 0.1
+_PROBE_S = 5.0
 
 
 class Control(ABC):
@@ -143,9 +145,18 @@ class Control(ABC):
         offers, refs = self._long("offers", reader, incarnation, timeout_s=timeout_s)
         return [wire.decode(offer, wire.LinkOffer) for offer in offers], refs
 
-    def published(self, rank: int, sync: int, round: int, awaited: int | None, timeout_s: float) -> None:
+    def published(
+        self,
+        rank: int,
+        sync: int,
+        round: int,
+        awaited: int | None,
+        timeout_s: float,
+        timeline: wire.Timeline | None = None,
+    ) -> None:
         """See `Coordinator.published`."""
-        self._long("published", rank, sync, round, awaited, timeout_s=timeout_s)
+        line = None if timeline is None else wire.encode(timeline)
+        self._call("published", (rank, sync, round, awaited, timeout_s, line), timeout_s + self.grace_s)
 
     def digests(self, rank: int, sync: int, digests: Mapping[str, bytes], seconds: float) -> None:
         """See `Coordinator.digests`."""
@@ -207,9 +218,10 @@ class Control(ABC):
         report = self._quick("commit", sync, rank, seconds, dict(phases), dict(failed or {}))
         return wire.decode(report, wire.SyncReport)
 
-    def outcome(self, sync: int, rank: int, timeout_s: float) -> wire.SyncReport:
+    def outcome(self, sync: int, rank: int, timeout_s: float, timeline: wire.Timeline | None = None) -> wire.SyncReport:
         """See `Coordinator.outcome`."""
-        report = self._call("outcome", (sync, rank, timeout_s), 2 * timeout_s + self.grace_s)
+        line = None if timeline is None else wire.encode(timeline)
+        report = self._call("outcome", (sync, rank, timeout_s, line), 2 * timeout_s + self.grace_s)
         return wire.decode(report, wire.SyncReport)
 
     def settled(self, timeout_s: float) -> None:
@@ -261,9 +273,10 @@ class Control(ABC):
         version, sync = self._quick("current")
         return version, sync
 
-    def status(self) -> wire.GroupStatus:
-        """See `Coordinator.status`."""
-        return wire.decode(self._quick("status"), wire.GroupStatus)
+    def status(self, limit_s: float | None = None) -> wire.GroupStatus:
+        """See `Coordinator.status`. `limit_s`: for the answer; default: as for every call that waits for nobody."""
+        limit_s = self.call_timeout_s if limit_s is None else limit_s
+        return wire.decode(self._call("status", (), limit_s), wire.GroupStatus)
 
 
 class LocalControl(Control):
@@ -463,9 +476,17 @@ def ensure_ray(address: str | None = None, namespace: str = DEFAULT_NAMESPACE) -
             "cluster's address (ray.get_runtime_context().gcs_address in a process that is connected)"
         )
     try:
+        probe(address)
         ray.init(address=address, namespace=namespace, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise MembershipError(f"no Ray cluster answers at {address!r}: {error}") from error
+
+
+def probe(address: str) -> None:
+    """Raises OSError unless something listens at an address of the form host:port: Ray would try for many minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "://" not in address:
+        socket.create_connection((host, int(port)), _PROBE_S).close()
 
 
 def _no_answer(group: str, method: str, limit_s: float) -> DeadlineError:

@@ -7,6 +7,7 @@ commit before every byte is accounted for. The first failure of a sync is the ou
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from . import wire
@@ -277,7 +278,9 @@ class Coordinator:
         ordered = [one.offers[source] for source in sorted(one.offers)]
         return [data for data, _ in ordered], [beside for _, beside in ordered]
 
-    async def published(self, rank: int, sync: int, round: int, awaited: int | None, timeout_s: float) -> None:
+    async def published(
+        self, rank: int, sync: int, round: int, awaited: int | None, timeout_s: float, timeline: bytes | None = None
+    ) -> None:
         """A source rank's bytes of this round are readable and hold still.
 
         Args:
@@ -286,6 +289,7 @@ class Coordinator:
             round: that is readable now.
             awaited: return only when every engine rank has read this round (its bucket is free then); None: at once.
             timeout_s: for that.
+            timeline: as in `outcome`, which may come too late.
 
         Raises:
             SyncError: the sync failed or is over.
@@ -294,6 +298,7 @@ class Coordinator:
         """
         record = self._syncs.find(sync)
         record.publish(rank, round)
+        record.tell(rank, timeline)
         if awaited is not None:
             what = f"round {awaited} of sync {sync} to be read"
             # readers wait for this rank meanwhile: one that is silent is dropped in time for the others
@@ -349,6 +354,7 @@ class Coordinator:
                 f"{member_name(reader)} was told twice to pull version {version}; a sync can be pulled once"
             )
         record.entered.add(reader)
+        record.readers[reader].heard = time.monotonic()
         await self.await_round(reader, record.id, 0, timeout_s)
         return record.id, record.verify
 
@@ -468,7 +474,7 @@ class Coordinator:
             failed: replicas that the driver could not let take part, and why.
 
         Returns:
-            `SyncReport`, the same for every rank; a repeated commit returns the first one's.
+            `SyncReport`, with timelines; a repeated commit returns the first one's.
 
         Raises:
             SyncError: engine ranks that have not accounted (this fails the sync), or the sync failed or is over.
@@ -502,6 +508,7 @@ class Coordinator:
             replicas=replicas,
             failed={**(failed or {}), **record.dropped},
             verify=record.verify,
+            timelines=tuple(line for _, line in sorted(record.timelines.items())),
         )
         self._version = record.version
         for name in record.dropped:
@@ -512,20 +519,24 @@ class Coordinator:
             replica = self._members.replicas[name]
             replica.version, replica.torn = record.version, ""
         record.end(report=wire.encode(report))
+        self._syncs.over.committed(report)
+        brief = report.without_timelines()
         if len(report.links) > MAX_TOLD_LINKS:
-            record.brief = wire.encode(report.without_links())
+            brief = brief.without_links()
+        record.brief = wire.encode(brief)
         return record.report
 
-    async def outcome(self, sync: int, rank: int, timeout_s: float) -> bytes:
+    async def outcome(self, sync: int, rank: int, timeout_s: float, timeline: bytes | None = None) -> bytes:
         """Returns the `SyncReport` once every engine rank has accounted for its bytes and the driver committed.
 
-        Without its links where there are more than `MAX_TOLD_LINKS`: they grow with readers times source ranks, and all
-        source ranks ask.
+        Without timelines, and without its links where there are more than `MAX_TOLD_LINKS`: they grow with readers times
+        source ranks, and all source ranks ask.
 
         Args:
             sync: the sync's id.
             rank: source rank.
             timeout_s: for the accounts, and again for the commit.
+            timeline: `Timeline` of what the rank did; the driver is told if it comes before the commit.
 
         Raises:
             SyncError: the sync failed or is over.
@@ -533,6 +544,7 @@ class Coordinator:
         """
         record = self._syncs.find(sync)
         what = f"every engine rank to account for the bytes of version {record.version}"
+        record.tell(rank, timeline)
         await self._syncs.wait(record.accounted, timeout_s, what, record, rank, "outcome")
         what = f"the driver to commit version {record.version}"
         await self._syncs.wait(record.ended, timeout_s, what, record, rank, "outcome")
@@ -612,9 +624,12 @@ class Coordinator:
             version=self._version,
             sync=running.id if running is not None else None,
             sync_version=running.version if running is not None else None,
-            sources=tuple(members.sources[rank].status for rank in sorted(members.sources)),
+            sources=tuple(members.sources[rank].seen() for rank in sorted(members.sources)),
             missing=tuple(rank for rank in range(self.world_size) if rank not in members.sources),
             replicas=tuple(one.status(one.name in pulling) for one in members.replicas.values() if one.readers),
             last_failure=self._syncs.last_failure,
+            sync_s=time.monotonic() - running.began if running is not None else 0.0,
+            waits_for=" in ".join(running.stalled()) if running is not None else "",
+            last=self._syncs.over.told(),
         )
         return wire.encode(status)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ class Destinations(Mapping[str, torch.Tensor]):
         self._tensors: dict[str, torch.Tensor] = {}
         self._keys: dict[int, str] = {}
         self._homes: list[tuple[dict[str, Any], str, str, torch.Tensor]] = []
+        self._modules: list[torch.nn.Module] = []
+        self._columns: Any = None
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Destinations:
@@ -35,7 +39,24 @@ class Destinations(Mapping[str, torch.Tensor]):
                         key = f"{prefix}.{name}" if prefix else name
                         self.add(key, tensor)
                         self._homes.append((own, name, key, tensor))
+        self._modules = list(module.modules())
+        self._columns = self._now()
         return self
+
+    def is_same(self) -> bool:
+        """Whether `of` would find the same tensors in its module, at the same addresses.
+
+        Asked in every sync, over every parameter: a few passes in C, and no Python loop.
+        """
+        return bool(self._now() == self._columns)
+
+    def _now(self) -> Any:
+        tables = [
+            list(chain.from_iterable(map(dict.values, map(attrgetter(table), self._modules))))
+            for table in ("_modules", "_parameters", "_buffers")
+        ]
+        addresses = list(map(torch.Tensor.data_ptr, map(itemgetter(3), self._homes)))
+        return [list(map(id, table)) for table in tables], addresses
 
     def add(self, key: str, tensor: torch.Tensor) -> str:
         """Adds the storage of `tensor` and returns the key that it is known by, which is the first it was added under.

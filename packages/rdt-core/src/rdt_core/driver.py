@@ -37,6 +37,7 @@ class Driver:
         clients: by name of the replica.
         doubted: replicas whose last sync failed: they connect again before the next one, which ends what an engine still has
             open and costs a living one nothing else.
+        outdated: replicas that plan again before the next sync, because of what was measured in the last one.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -44,6 +45,7 @@ class Driver:
         self.token: str | None = None
         self.clients: dict[str, EngineClient] = {}
         self.doubted: set[str] = set()
+        self.outdated: set[str] = set()
 
     def connect(self, control: Control, client: EngineClient, timeout_s: float) -> None:
         """Connects every rank of a replica, and checks that what the source ranks hold is taken.
@@ -70,6 +72,7 @@ class Driver:
         """Connects replicas again, side by side. Returns what failed, by name."""
         failures = _each({name: partial(self.connect, control, self.clients[name], timeout_s) for name in names})
         self.doubted = (self.doubted - set(names)) | failures.keys()
+        self.outdated.difference_update(names)
         return failures
 
     def connect_stale(self, control: Control, timeout_s: float) -> None:

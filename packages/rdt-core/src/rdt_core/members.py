@@ -7,10 +7,13 @@ since.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from . import wire
 from .declared import Declared
@@ -31,6 +34,13 @@ class Source:
     attempt: int = 0  # greatest of its begins
     took_over: bool = False  # it joined this coordinator in the place of another process
     gone: list[tuple[str, str]] = field(default_factory=list)  # readers that it serves for nothing: name, incarnation
+    joined: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+
+    def seen(self) -> wire.SourceStatus:
+        """Returns what is known about this source rank."""
+        now = time.monotonic()
+        return msgspec.structs.replace(self.status, since_s=now - self.joined, heard_s=now - self.heard)
 
     def begins(self, attempt: int) -> None:
         """Counts a begin of this rank. Raises SyncError for one that came before, or is older than one that did."""
@@ -39,6 +49,7 @@ class Source:
                 f"stale: {member_name(self.status.rank)} has begun {self.attempt} times, and this is number {attempt}"
             )
         self.attempt = attempt
+        self.heard = time.monotonic()
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +62,8 @@ class Reader:
     offered: Gate
     asked: dict[int, wire.ReadRequest]
     offers: dict[int, tuple[bytes, list[Any]]] = field(default_factory=dict)
+    joined: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
@@ -59,6 +72,7 @@ class Reader:
 
     def status(self) -> wire.ReaderStatus:
         """Returns what is known about this engine rank."""
+        now = time.monotonic()
         return wire.ReaderStatus(
             reader=self.name,
             incarnation=self.manifest.incarnation,
@@ -69,6 +83,8 @@ class Reader:
             nbytes=self.manifest.nbytes,
             requested=len(self.manifest.requests),
             offered=len(self.offers),
+            since_s=now - self.joined,
+            heard_s=now - self.heard,
         )
 
 

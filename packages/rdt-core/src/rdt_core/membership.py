@@ -15,8 +15,12 @@ from . import wire
 from .control import Control
 from .errors import CoordinatorLostError, RdtError, SourceError, SyncError
 from .publisher import Publisher
+from .timeline import Recorder
 
 log = logging.getLogger(__name__)
+
+#: track of what a source rank does for its readers, beside what the driver does on rank 0
+_OWN = "source"
 
 
 class Membership:
@@ -53,6 +57,7 @@ class Membership:
         self._reopen = reopen
         self._is_lost = False  # the coordinator died
         self._timeout_s = timeout_s
+        self._timeline = Recorder()  # of the running sync
         self._token = uuid.uuid4().hex
         self._terms: dict[int, int] = {}  # how often the place of each source rank was taken over, its own among them
         self._make_publisher = publisher
@@ -112,13 +117,17 @@ class Membership:
         phase = "offer"
         try:
             if requests:
+                started = time.perf_counter()
                 offers, refs = self._publisher.serve(requests)
                 self._control.offer(self.rank, sync, offers, refs)
+                self._timeline.add("offer", started, track=_OWN)
             proof = None
             if verify != "off":
                 phase = "verify"
+                started = time.perf_counter()
                 proof = self._publisher.proof()
                 proof.start(verify, version)
+                self._timeline.add("verify", started, track=_OWN)
             rounds = self._publisher.rounds_written()
             slots, total = self._publisher.slots, self._publisher.rounds
             writing = 0.0
@@ -127,24 +136,36 @@ class Membership:
                 started = time.perf_counter()
                 next(rounds)
                 writing += time.perf_counter() - started
+                self._timeline.add("write", started, track=_OWN)
                 if number + 1 == total:
                     for _ in rounds:  # lets a source that is iterated run to its end (collectives)
                         raise SourceError(f"source rank {self.rank} wrote more than its {total} rounds")
                 phase = "publish"
+                line = self._told() if number + 1 == total else None
                 if proof is not None:
                     # while readers read it, and before its bucket is written again
-                    self._control.published(self.rank, sync, number, None, timeout_s)
+                    started = time.perf_counter()
+                    self._control.published(self.rank, sync, number, None, timeout_s, line)
+                    self._timeline.add("publish", started, track=_OWN)
+                    started = time.perf_counter()
                     proof.take(number)
+                    self._timeline.add("verify", started, track=_OWN)
                 # the next round is written into the bucket of this one
                 freed = number + 1 - slots
                 if proof is None or freed >= 0:
-                    self._control.published(self.rank, sync, number, freed if freed >= 0 else None, timeout_s)
+                    started = time.perf_counter()
+                    self._control.published(self.rank, sync, number, freed if freed >= 0 else None, timeout_s, line)
+                    self._timeline.add("publish" if freed < 0 else "await_read", started, track=_OWN)
             phases["write"] = writing
             if proof is not None:
                 phase = "verify"
                 self._control.digests(self.rank, sync, proof.digests(), proof.seconds)
         except Exception as error:
             raise self._failed(sync, phase, error) from error
+
+    def _told(self) -> wire.Timeline | None:
+        """What this rank did so far. The driver keeps its own, which goes on after the commit."""
+        return self._timeline.timeline(f"source rank {self.rank}") if self.rank else None
 
     def _failed(
         self,

@@ -20,15 +20,20 @@ from . import versions, wire
 from .connection import Connection, Step, memory_of
 from .control import Control
 from .errors import MembershipError, RdtError, SyncError, TransportError, VerifyError
+from .gates import member_name
 from .landing import Landing
 from .linking import make_program, request_digest
-from .memory import settle
+from .memory import Arena, settle
 from .planning import make_plan
 from .proofs import ReaderProof
+from .rates import LinkRates, Meter, SlowLinks
 from .routing import Routing
-from .transport import LocalExchange, available, make_reader_endpoint, pack_threshold
+from .timeline import Recorder
+from .transport import LocalExchange, available, make_reader_endpoint
 from .transport.base import ReaderEndpoint
 from .transport.nodes import node
+from .transport.thresholds import SCRATCH_BYTES, choose, is_unknown, place_of, reports
+from .transport.waiting import Flight, post_all, wait_all
 from .verifying import check_mode
 
 log = logging.getLogger(__name__)
@@ -52,6 +57,7 @@ class Receiver:
         timeout_s: deadline of every single wait, in seconds.
         pack_threshold: bytes of a row below which it is packed; 0 takes the kind's own default.
         exchange: shared with the owners, where kind "local" is allowed.
+        slow_links: what becomes of links that are far too slow; see `WeightSync.join`.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Receiver:
         timeout_s: float = 60.0,
         pack_threshold: int = 0,
         exchange: LocalExchange | None = None,
+        slow_links: SlowLinks = "refuse",
     ) -> None:
         self.landing = landing
         self.control = control
@@ -81,6 +88,7 @@ class Receiver:
         self.pack_threshold = pack_threshold
         self._exchange = exchange
         self.name = f"{replica}/{rank}"
+        self._rates = LinkRates(self.name, node(self.device), slow_links)
         self.version: int | None = None
         self.torn: str | None = None
         self._connection: Connection | None = None
@@ -88,6 +96,7 @@ class Receiver:
         # waits until the coordinator took the account
         self._taken: Callable[[], dict[int, list[int]]] | None = None
         self._sync: int | None = None
+        self._timeline = Recorder()  # of the pull that runs
         # a pull broke off: transfers may be in flight, or disagree with their owners; the next connect makes all links anew
         self._is_doubted = False
         self._landed: int | None = None  # version whose bytes are in the model, in part or whole, and not committed
@@ -108,6 +117,8 @@ class Receiver:
         """
         epoch, manifests = self.control.sources(self.timeout_s)
         known = None if self._is_doubted else self._connection
+        if known is not None and known.is_outdated:
+            known = None
         if known is not None and known.epoch == epoch and self.control.knows(self.name, known.manifest.incarnation):
             return known.manifest
         mine = versions.check_local(need_nixl=any(kind in ("prepared", "ray") for kind in self.kinds))
@@ -123,14 +134,23 @@ class Receiver:
         sources = {manifest.rank: manifest for manifest in manifests}
         used = sorted(set(plan.columns.source.tolist()))
         kinds = {source: self._choose_kind(here, sources[source]) for source in used}
+        places = {source: place_of(here, sources[source].node) for source in used}
+        thresholds = {
+            source: choose(kind, self.device.type, places[source], self.pack_threshold)
+            for source, kind in kinds.items()
+        }
         program = make_program(
             plan,
             destinations,
             kinds,
-            {source: self.pack_threshold or pack_threshold(kind, self.device.type) for source, kind in kinds.items()},
+            {source: one.nbytes for source, one in thresholds.items()},
             slots=max((manifest.slots for manifest in manifests), default=1),
         )
         tensors, written = memory_of(plan, program, destinations, self.landing, self.device)
+        scratch = None
+        if any(is_unknown(kind, places[source], self.pack_threshold) for source, kind in kinds.items()):
+            scratch = Arena(SCRATCH_BYTES, self.device).tensor
+            written.append(scratch)
         endpoints: dict[int, ReaderEndpoint] = {}
         for source, kind in kinds.items():
             endpoint = make_reader_endpoint(kind, exchange=self._exchange)
@@ -178,7 +198,9 @@ class Receiver:
                 return self.connect(attempt)
             raise
         self._is_doubted = False
-        self._connection = Connection(epoch, declared, sources, plan, program, destinations, endpoints, tensors)
+        self._connection = Connection(
+            epoch, declared, sources, plan, program, destinations, endpoints, tensors, thresholds, here, scratch
+        )
         log.info(
             "%s connected to group %s: %d tensors, %.3f GB a sync, %d chunks, links %s",
             self.name, self.group, len(plan.taken), plan.nbytes / 1e9, len(program.chunks), kinds,
@@ -220,10 +242,12 @@ class Receiver:
                 f"{self.name} was asked to pull version {version} before it was connected to group {self.group}"
             )
         self._sync, self._pulled, self._taken = None, None, None
+        self._timeline = Recorder()
         phases = dict.fromkeys(("wait", "transfer", "land"), 0.0)
         began = time.perf_counter()
         sync, verify = self.control.enter(self.name, connection.manifest.incarnation, version, timeout_s)
         phases["wait"] = time.perf_counter() - began
+        self._timeline.add("wait", began)
         self._sync = sync
         try:
             proof = None
@@ -257,38 +281,39 @@ class Receiver:
     ) -> wire.ReaderReport:
         began = time.perf_counter()
         moved = 0
-        seconds: dict[int, float] = {}
-        link_bytes: dict[int, int] = {}
+        meter = Meter()
 
         steps = connection.steps
+        is_first = steps is None
         if steps is None:
             steps = connection.prepare(*self.control.offers(self.name, connection.manifest.incarnation, timeout_s))
             phases["prepare"] = phases.get("prepare", 0.0) + time.perf_counter() - began
+            self._timeline.add("prepare", began)
 
         settle(self.device)  # no kernel that was queued before the pause may still read what is written now
         self._landed, self.version = version, None
         self.torn = f"version {version} is being received"
         self.landing.begin()
         readable = 0  # last round that is published; all before it are given back, those with nothing for this rank too
-        pending: tuple[Step, float] | None = None
+        pending: tuple[Step, list[Flight]] | None = None
 
-        def process(step: Step, posted: float) -> int:
+        def process(step: Step, flights: list[Flight]) -> int:
             started = time.perf_counter()
-            deadline = time.monotonic() + timeout_s
-            nbytes = 0
-            for source, transfer in step.transfers:
-                transfer.wait(deadline)
-                nbytes += transfer.nbytes
-                link_bytes[source] = link_bytes.get(source, 0) + transfer.nbytes
-                seconds[source] = seconds.get(source, 0.0) + time.perf_counter() - posted
+            wait_all(flights, time.monotonic() + timeout_s)
+            nbytes = meter.add(flights)
             waited = time.perf_counter()
             phases["transfer"] += waited - started
+            self._timeline.add("transfer", started, waited)
+            for one in flights:
+                self._timeline.add("move", one.posted, one.landed, link=one.source, nbytes=one.transfer.nbytes)
+            landing = waited
             if step.scatter is not None:
                 step.scatter.run()
             if proof is not None:
                 spent = proof.seconds
                 proof.take(step.number)  # while everything lies where it landed: a module that closes uses it up
                 waited += proof.seconds - spent  # a phase of its own
+                self._timeline.add("verify", time.perf_counter() - (proof.seconds - spent))
             for run in step.replays:
                 run()
             for module in step.chunk.closes:
@@ -297,6 +322,7 @@ class Receiver:
                 # receive memory is posted to again by a later chunk, which does not wait for kernels that still read it
                 settle(self.device)
             phases["land"] += time.perf_counter() - waited
+            self._timeline.add("land", landing)
             return nbytes
 
         for step in steps:
@@ -309,15 +335,16 @@ class Receiver:
                 readable = step.chunk.round
                 self.control.await_round(self.name, sync, readable, timeout_s)
                 phases["wait"] += time.perf_counter() - waiting
+                self._timeline.add("wait", waiting)
             if step.chunk.opens:
                 self.landing.open(step.chunk.opens, step.memory)
             posted = time.perf_counter()
-            for _, transfer in step.transfers:
-                transfer.post()
+            flights = post_all(step.transfers, self.device)
             phases["transfer"] += time.perf_counter() - posted
+            self._timeline.add("transfer", posted)
             if pending is not None:
                 moved += process(*pending)
-            pending = (step, posted)
+            pending = (step, flights)
         if pending is not None:
             moved += process(*pending)
         for number in range(readable + 1, connection.rounds):
@@ -330,16 +357,10 @@ class Receiver:
             expected_bytes=connection.plan.nbytes,
             digest=connection.plan.digest,
             phases=phases,
-            links=tuple(
-                wire.LinkReport(
-                    source=source,
-                    reader=self.name,
-                    kind=connection.endpoints[source].kind,
-                    bytes=link_bytes[source],
-                    seconds=seconds[source],
-                )
-                for source in sorted(link_bytes)
-            ),
+            links=self._rates.links(meter, connection.sources, connection.kinds, connection.pieces, is_first=is_first),
+            packing=reports(connection.thresholds, connection.kinds),
+            is_outdated=is_first and connection.is_outdated,
+            timeline=self._timeline.timeline(member_name(self.name)),
         )
 
     def finish(self, version: int) -> None:

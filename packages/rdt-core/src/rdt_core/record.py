@@ -8,6 +8,7 @@ accounts that do not match what the reader connected with.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -45,8 +46,10 @@ class SyncRecord:
         dropped: replicas that failed while the sync goes on for the others, and why.
         failure: the first failure, empty if there was none.
         report: the `SyncReport`, empty until the commit.
-        brief: the same without its links, where there are too many for every source rank.
+        brief: the same for every source rank but the driver: without timelines, and without links where there are too many.
         entered: engine ranks that started to pull.
+        timelines: of source ranks, by rank.
+        began: reading of `time.monotonic` at the start.
         touched: event loop time of the last call.
         watchdog: ends a sync that everybody forgot.
     """
@@ -73,6 +76,8 @@ class SyncRecord:
     report: bytes = field(init=False, default=b"")
     brief: bytes = field(init=False, default=b"")
     entered: set[str] = field(init=False, default_factory=set)
+    timelines: dict[int, wire.Timeline] = field(init=False, default_factory=dict)
+    began: float = field(init=False, default_factory=time.monotonic)
     touched: float = field(init=False, default=0.0)
     watchdog: asyncio.TimerHandle | None = field(init=False, default=None)
     _published: dict[int, Gate] = field(init=False, default_factory=dict)
@@ -120,6 +125,11 @@ class SyncRecord:
             self._check_round(round)
             self._read[round] = Gate(self.readers)
         return self._read[round]
+
+    def tell(self, rank: int, timeline: bytes | None) -> None:
+        """A source rank says when it did what, as far as it knows by now. Raises WireError for what is no timeline."""
+        if timeline is not None and self.is_running:
+            self.timelines[rank] = wire.decode(timeline, wire.Timeline)
 
     def acknowledge(self, reader: str, until: int) -> None:
         """An engine rank has all its bytes of every round before `until`."""

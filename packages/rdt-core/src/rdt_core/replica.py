@@ -18,6 +18,7 @@ from .control import Control, ensure_ray, open_coordinator
 from .engines import ConnectInfo
 from .errors import CoordinatorLostError, DeadlineError, EngineError, RdtError, TornReplicaError
 from .landing import ModuleLanding
+from .rates import check_slow_links
 from .receiver import Receiver
 from .transport import LocalExchange
 
@@ -73,7 +74,7 @@ class ModuleWorker:
         receiver = Receiver(
             self.landing, control=self._find(info), group=info.group, replica=info.replica, rank=self.rank,
             world_size=self.world_size, device=device, kinds=info.kinds, timeout_s=info.timeout_s,
-            pack_threshold=info.pack_threshold, exchange=self._exchange,
+            pack_threshold=info.pack_threshold, exchange=self._exchange, slow_links=check_slow_links(info.slow_links),
         )  # fmt: skip
         receiver.connect(info.attempt)
         self.receiver = receiver

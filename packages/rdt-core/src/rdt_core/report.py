@@ -22,8 +22,11 @@ from .wire import CheckReport, LinkReport, SyncReport
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: links that moved less than this are not held to a floor: their time is latency, not rate
-FLOOR_BYTES = 1 << 20
+#: links that moved less in a sync are not called slow: their time is latency, not rate
+LEAST_BYTES = 64 << 20
+#: how many times faster the best link of a kind and path may be before another one is called slow
+SPREAD = 10
+_SHOWN = 3
 
 
 def rate(nbytes: int, seconds: float) -> float:
@@ -40,38 +43,64 @@ def slowest(report: SyncReport) -> LinkReport | None:
 
 def by_kind(report: SyncReport) -> dict[str, LinkReport]:
     """Sums up the links of each kind: bytes added, seconds of the slowest (links of one kind run side by side)."""
-    totals: dict[str, LinkReport] = {}
+    sizes: dict[str, int] = {}
+    seconds: dict[str, float] = {}
     for link in report.links:
-        total = totals.get(link.kind, LinkReport(source=-1, reader="", kind=link.kind, bytes=0, seconds=0.0))
-        totals[link.kind] = msgspec.structs.replace(
-            total, bytes=total.bytes + link.bytes, seconds=max(total.seconds, link.seconds)
-        )
-    return totals
+        sizes[link.kind] = sizes.get(link.kind, 0) + link.bytes
+        seconds[link.kind] = max(seconds.get(link.kind, 0.0), link.seconds)
+    return {
+        kind: LinkReport(source=-1, reader="", kind=kind, bytes=nbytes, seconds=seconds[kind])
+        for kind, nbytes in sizes.items()
+    }
 
 
-def slow_links(report: SyncReport, floors: Mapping[str, float], least_bytes: int = FLOOR_BYTES) -> list[str]:
-    """Names the links that ran below their floor, each with its rate, its floor and its bytes.
+def slow_links(report: SyncReport, least_bytes: int = LEAST_BYTES) -> list[str]:
+    """Names the slow links, each with its rate and its floor, the slowest first.
+
+    Slow is a link that its reader found below its floor, or one at less than a tenth of the best link of its kind and path.
+    Its rate is that of the time which the reader waited for it.
 
     Args:
         report: of one sync.
-        floors: GB/s by link kind; a kind without an entry has no floor.
-        least_bytes: links that moved less are left out.
+        least_bytes: links that moved less are not compared with others.
     """
+    best: dict[tuple[str, str], float] = {}
+    large = [link for link in report.links if link.bytes >= least_bytes and link.seconds > 0]
+    for link in large:
+        place = link.kind, link.path
+        best[place] = max(best.get(place, 0.0), rate(link.bytes, link.seconds))
+    floors = [(link, link.floor) for link in report.links if link.floor]
+    floors += [(link, best[link.kind, link.path] / SPREAD) for link in large if not link.floor]
+    found = [(rate(link.bytes, link.waited), floor, link) for link, floor in floors if link.waited > 0]
+    slow = sorted((one for one in found if one[0] < one[1]), key=lambda one: one[0])
+    return [f"{link_name(link)} {gbps:.2g} GB/s, floor {floor:.2g}" for gbps, floor, link in slow]
+
+
+def packing(report: SyncReport) -> list[str]:
+    """Says which pieces are packed at their owners, on how many links, and whether that was set, measured or a default."""
+    count: Counter[tuple[str, int, str]] = Counter()
+    for reader in report.readers:
+        for one in reader.packing:
+            if one.bytes:
+                count[one.kind, one.bytes, one.how] += one.links
     return [
-        f"{_name(link)} ran at {_gbps(link)} GB/s, below its floor of {floors[link.kind]:g} GB/s ({link.bytes} bytes)"
-        for link in report.links
-        if link.bytes >= least_bytes and rate(link.bytes, link.seconds) < floors.get(link.kind, 0.0)
+        f"rows below {nbytes / 1024:g} KiB on {links} {kind} link{'s' if links > 1 else ''} ({how})"
+        for (kind, nbytes, how), links in sorted(count.items())
     ]
 
 
 def log_line(report: SyncReport) -> str:
-    """Returns the sync in one line: version, seconds, bytes, rate, mode and the slowest link."""
+    """Returns the sync in one line: version, seconds, bytes, rate, mode, phases in ms, the slowest link, and what went wrong.
+
+    Wrong are replicas that were left out, each with the reason, and links that are too slow.
+    """
     link = slowest(report)
     verified = "" if report.verify == "off" else f", verified ({report.verify})"
-    tail = "no link" if link is None else f"slowest link {_name(link)} {_gbps(link)} GB/s in {link.seconds:.3f} s"
+    tail = "no link" if link is None else f"slowest link {link_name(link)} {_gbps(link)} GB/s in {link.seconds:.3f} s"
     return (
         f"version {report.version} of {report.group!r}: {report.bytes / 1e9:.3f} GB to {len(report.readers)} engine "
-        f"ranks in {report.seconds:.3f} s ({rate(report.bytes, report.seconds):.2f} GB/s), mode {report.mode}{verified}, {tail}"
+        f"ranks in {report.seconds:.3f} s ({rate(report.bytes, report.seconds):.2f} GB/s), mode {report.mode}{verified}, "
+        f"{_phases(report)}{tail}{_told(slow_links(report))}{_left_out(report)}"
     )
 
 
@@ -88,6 +117,8 @@ def to_dict(report: SyncReport) -> dict[str, Any]:
         },
         "gbps": rate(report.bytes, report.seconds) if report.seconds > 0 else None,
         "slowest": None if link is None else msgspec.to_builtins(link),
+        "slow": slow_links(report),
+        "packed": packing(report),
     }
 
 
@@ -98,9 +129,11 @@ def table(reports: Iterable[SyncReport]) -> Table:
     reports = list(reports)
     phases = list(dict.fromkeys(name for report in reports for name in report.phases))
     result = Table(title="syncs")
-    for heading in ("version", "mode", "ms", *(f"{name} ms" for name in phases), "MB", "GB/s", "links"):
-        result.add_column(heading, justify="left" if heading in ("mode", "links") else "right")
-    for report in reports:
+    slow = [slow_links(report) for report in reports]
+    last = ("links", "slow") if any(slow) else ("links",)
+    for heading in ("version", "mode", "ms", *(f"{name} ms" for name in phases), "MB", "GB/s", *last):
+        result.add_column(heading, justify="left" if heading in ("mode", *last) else "right")
+    for report, told in zip(reports, slow, strict=True):
         kinds = ", ".join(f"{kind} {_gbps(total)} GB/s" for kind, total in sorted(by_kind(report).items()))
         result.add_row(
             str(report.version),
@@ -110,7 +143,57 @@ def table(reports: Iterable[SyncReport]) -> Table:
             f"{report.bytes / 1e6:.1f}",
             f"{rate(report.bytes, report.seconds):.2f}",
             kinds,
+            *(["; ".join(told)] if any(slow) else []),
         )
+    return result
+
+
+def sync_table(report: SyncReport, most: int = 8) -> Table:
+    """Returns a table of one sync: the driver's phases, those of engine ranks, bytes by link kind, and single links.
+
+    Args:
+        report: of the sync.
+        most: engine ranks and links to show, the slowest first.
+    """
+    from rich.table import Table
+
+    result = Table(
+        title=f"version {report.version} of {report.group!r}, mode {report.mode} ({report.mode_reason})",
+        title_justify="left",
+    )
+    for heading in ("who", "what", "ms", "MB", "GB/s"):
+        result.add_column(heading, justify="left" if heading in ("who", "what") else "right", overflow="fold")
+
+    def add(who: str, what: str, seconds: float, nbytes: int | None = None) -> None:
+        moved = ("", "") if nbytes is None else (f"{nbytes / 1e6:.1f}", f"{rate(nbytes, seconds):.2f}")
+        result.add_row(who, what, f"{seconds * 1e3:.1f}", *moved)
+
+    add("sync", "", report.seconds, report.bytes)
+    for name, seconds in report.phases.items():
+        if name != "total":
+            add("", name, seconds)
+    readers = sorted(report.readers, key=lambda one: sum(one.phases.values()), reverse=True)
+    for reader in readers[:most]:
+        result.add_section()
+        add(reader.reader, "", sum(reader.phases.values()), reader.bytes)
+        for name, seconds in reader.phases.items():
+            add("", name, seconds)
+    result.add_section()
+    for kind, total in sorted(by_kind(report).items()):
+        count = sum(link.kind == kind for link in report.links)
+        add(f"{count} {kind} link{'s' if count > 1 else ''}", "slowest's time", total.seconds, total.bytes)
+    links = sorted(report.links, key=lambda link: link.seconds, reverse=True)
+    for link in links[:most]:
+        add("", link_name(link), link.seconds, link.bytes)
+    hidden = [f"{len(readers) - most} engine ranks"] if len(readers) > most else []
+    hidden += [f"{len(links) - most} links"] if len(links) > most else []
+    notes = [f"not shown: {' and '.join(hidden)} that were faster"] if hidden else []
+    notes += [f"slow: {one}" for one in slow_links(report)[:most]]
+    notes += [f"packed: {one}" for one in packing(report)]
+    notes += [f"left out: {name}: {one_line(why)}" for name, why in report.failed.items()]
+    if notes:
+        result.caption = "\n".join(notes)
+        result.caption_justify = "left"
     return result
 
 
@@ -195,8 +278,31 @@ def plot(path: str | os.PathLike[str], steps: Sequence[Mapping[str, Any]]) -> No
     figure.savefig(path, dpi=120, format="png")
 
 
-def _name(link: LinkReport) -> str:
+def link_name(link: LinkReport) -> str:
+    """Returns the two ends of a link and its kind."""
     return f"{link.source} -> {link.reader} ({link.kind})"
+
+
+def one_line(text: str, most: int = 240) -> str:
+    """Returns a message, which may have several lines and be long, in one line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def _phases(report: SyncReport) -> str:
+    shown = [f"{name} {1e3 * seconds:.0f}" for name, seconds in report.phases.items() if name != "total"]
+    return f"{', '.join(shown)} ms, " if shown else ""
+
+
+def _left_out(report: SyncReport) -> str:
+    return "".join(f", left out {name!r}: {one_line(why)}" for name, why in report.failed.items())
+
+
+def _told(slow: Sequence[str]) -> str:
+    if not slow:
+        return ""
+    more = f"; and {len(slow) - _SHOWN} more" if len(slow) > _SHOWN else ""
+    return f", slow: {'; '.join(slow[:_SHOWN])}{more}"
 
 
 def _gbps(link: LinkReport) -> str:

@@ -21,7 +21,10 @@ from .driver import Driver, Round, side_by_side
 from .engines import EngineClient
 from .errors import CoordinatorLostError, EngineError, MembershipError, RdtError, SyncError, TakenOverError
 from .membership import Membership
+from .metrics import RayMetrics
+from .outcomes import Observer, Watch
 from .publisher import DEFAULT_BUCKET_BYTES, Publisher
+from .rates import SlowLinks, check_slow_links
 from .receiver import DEFAULT_KINDS
 from .record import POLICIES
 from .report import log_line
@@ -32,6 +35,7 @@ from .verifying import check_mode
 log = logging.getLogger(__name__)
 
 NAMESPACE = "rdt"
+_ASK_S = 5.0
 
 
 class WeightSync(Membership):
@@ -58,9 +62,11 @@ class WeightSync(Membership):
         lookahead: int = 1,
         timeout_s: float = 60.0,
         pack_threshold: int = 0,
+        slow_links: SlowLinks = "refuse",
         policy: str = "require_all",
         verify: str = "off",
         takeover: bool = False,
+        observers: Sequence[Observer] = (),
         namespace: str = NAMESPACE,
         address: str = "",
         exchange: LocalExchange | None = None,
@@ -70,6 +76,7 @@ class WeightSync(Membership):
         check_mode(verify)
         self._policy = policy
         self._verify = verify
+        self._watch = Watch(observers if rank == 0 else None, group)
         self._driver = Driver(
             {
                 "group": group,
@@ -78,6 +85,7 @@ class WeightSync(Membership):
                 "kinds": tuple(kinds),
                 "timeout_s": timeout_s,
                 "pack_threshold": pack_threshold,
+                "slow_links": check_slow_links(slow_links),
             }
         )
 
@@ -110,9 +118,11 @@ class WeightSync(Membership):
         timeout_s: float = 60.0,
         stall_timeout_s: float = 600.0,
         pack_threshold: int = 0,
+        slow_links: SlowLinks = "refuse",
         policy: str = "require_all",
         verify: str = "off",
         takeover: bool = False,
+        observers: Sequence[Observer] | None = None,
         namespace: str = NAMESPACE,
         address: str | None = None,
     ) -> WeightSync:
@@ -132,6 +142,9 @@ class WeightSync(Membership):
             stall_timeout_s: a sync in which no member calls or waits for so many seconds has failed, and says who was at
                 what; at least three times `timeout_s`. Rank 0's word counts.
             pack_threshold: bytes of a row below which it is packed at its owner; 0: each link kind's own default.
+            slow_links: a link far below what its path should do is always named in the report. "refuse": GPU to GPU, two syncs
+                in a row below a floor that only a broken path reaches (1 GB/s, across nodes 0.1; links of 64 MiB and more)
+                fail the second. "warn": it never fails. A number: the floor in GB/s of every link. Rank 0's word counts.
             policy: what becomes of a sync when a replica fails or is silent. "require_all": it fails for all. "best_effort":
                 the replica is left out, the report says so, and the others get the version. Rank 0's word counts.
             verify: whether both ends digest the bytes where they lie, before the commit: "off", "sample" (about a 32nd, another
@@ -139,6 +152,8 @@ class WeightSync(Membership):
                 GPU near the rate of its memory; the reports say what it cost, phase "verify". The same on every rank.
             takeover: this process takes the place of a source rank that died; if that one lives after all, its calls are
                 refused.
+            observers: functions that are told what became of every sync, on rank 0 only, e.g. `JsonLines("syncs.jsonl")`.
+                Default: `[RayMetrics()]`.
             namespace: Ray namespace of the coordinator.
             address: of the Ray cluster; default: the one this process is connected to, or RAY_ADDRESS.
 
@@ -162,8 +177,9 @@ class WeightSync(Membership):
         return cls(
             _open_living(open, timeout_s), source, group=group, rank=rank, world_size=world_size, mode=mode, kinds=kinds,
             bucket_bytes=bucket_bytes, lookahead=lookahead, timeout_s=timeout_s, pack_threshold=pack_threshold,
-            policy=policy, verify=verify, takeover=takeover, namespace=namespace, address=ray.get_runtime_context().gcs_address,
-            reopen=open,
+            slow_links=slow_links, policy=policy, verify=verify, takeover=takeover, namespace=namespace,
+            observers=[RayMetrics()] if observers is None else observers,
+            address=ray.get_runtime_context().gcs_address, reopen=open,
         )  # fmt: skip
 
     @property
@@ -232,6 +248,7 @@ class WeightSync(Membership):
         name = client if isinstance(client, str) else client.name
         self._driver.clients.pop(name, None)
         self._driver.doubted.discard(name)
+        self._driver.outdated.discard(name)
         try:
             self._control.detach(name, self._token)
         except CoordinatorLostError:  # the next one knows only who joins it
@@ -332,11 +349,21 @@ class WeightSync(Membership):
         policy = self._policy if policy is None else policy
         _check_policy(policy)
         mode = check_mode(self._verify if verify is None else verify)
-        try:
-            return self._sync(version, only, timeout_s, policy, mode)
-        except CoordinatorLostError:
-            self._is_lost = True
-            raise
+        with self._watch.sync(version, self.mode, self._states) as watched:
+            self._timeline = watched.timeline
+            try:
+                watched.report = self._sync(version, only, timeout_s, policy, mode)
+            except CoordinatorLostError:
+                self._is_lost = True
+                raise
+        return watched.report.without_timelines()
+
+    def _states(self) -> dict[str, str]:
+        """The state of every attached replica, as far as the coordinator knows it."""
+        if self._is_lost:
+            return {}
+        known = {one.name: one.state for one in self._control.status(_ASK_S).replicas if one.state != "connecting"}
+        return {name: known.get(name, "absent") for name in self._driver.clients}
 
     def _sync(
         self, version: int, only: Sequence[str] | None, timeout_s: float, policy: str, verify: wire.Verify
@@ -353,11 +380,13 @@ class WeightSync(Membership):
         readable = self._publisher.readable()
         names = sorted(self._driver.clients if only is None else only) if self.rank == 0 else []
         out: dict[str, str] = {}
-        doubted = [name for name in names if name in self._driver.doubted]
+        again = self._driver.doubted | self._driver.outdated
+        doubted = [name for name in names if name in again]
         if doubted:
             self._connect_again(version, doubted, names, out, timeout_s, policy)
         sync, requests = self._begin(version, names, out, readable, timeout_s, policy, verify)
         phases = {"begin": time.perf_counter() - began}
+        self._timeline.add("begin", began)
         clients = [self._driver.clients[name] for name in names if name not in out]
         drive = Round(
             self._control,
@@ -368,6 +397,7 @@ class WeightSync(Membership):
             timeout_s=timeout_s,
             phases=phases,
             caller=(self.rank, self._token),
+            timeline=self._timeline,
         )
         tasks = drive.tasks()
         if requests or not readable or verify != "off":
@@ -381,10 +411,11 @@ class WeightSync(Membership):
             self._driver.doubted.update(names)
             raise outcome from failure
         if self.rank != 0:
-            report = self._control.outcome(sync, self.rank, timeout_s)
+            report = self._control.outcome(sync, self.rank, timeout_s, self._told())
             self.version = version
             return report
-        phases["total"] = time.perf_counter() - began
+        committing = time.perf_counter()
+        phases["total"] = committing - began
         try:
             report = self._control.commit(sync, self.rank, phases["total"], phases, {**out, **drive.failed})
         except RdtError as error:
@@ -393,8 +424,12 @@ class WeightSync(Membership):
             self._driver.doubted.update(names)
             raise
         self.version = version
+        stamping = time.perf_counter()
+        self._timeline.add("commit", committing, stamping)
         unreleased = drive.commit(report.failed)
+        self._timeline.add("stamp", stamping)
         self._driver.doubted.update((*report.failed, *unreleased))
+        self._driver.outdated.update(report.outdated)
         log.info(log_line(report))
         if unreleased:
             told = "; ".join(f"replica {name!r}: {error}" for name, error in unreleased.items())

@@ -7,10 +7,12 @@ failure, and so is a sync that everybody forgot. It refuses calls that belong to
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Hashable, Mapping
 
 from .errors import DeadlineError, SyncError
 from .gates import Gate, member_name, member_names
+from .lastsync import LatestSync
 from .members import Members, Reader
 from .record import SyncRecord
 
@@ -27,12 +29,14 @@ class Syncs:
     Attributes:
         latest: the last sync that was started, over or not.
         last_failure: of the latest sync that failed, empty if none did.
+        over: the latest sync that is over.
     """
 
     def __init__(self, members: Members, stall_timeout_s: float) -> None:
         self.stall_timeout_s = stall_timeout_s
         self.latest: SyncRecord | None = None
         self.last_failure = ""
+        self.over = LatestSync()
         self._members = members
         self._count = 0
         self._failures: dict[int, str] = {}
@@ -102,6 +106,7 @@ class Syncs:
         for name in record.pulling - record.dropped.keys():
             self.tear(name, failure)
         record.end(failure=failure)
+        self.over.failed(record.version, time.monotonic() - record.began, failure)
         return failure
 
     def lose(self, record: SyncRecord, replica: str, member: str, phase: str, problem: str) -> str:

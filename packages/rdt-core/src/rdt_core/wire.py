@@ -189,7 +189,7 @@ class EngineManifest(Struct, frozen=True):
         return f"{self.replica}/{self.rank}"
 
 
-class LinkReport(Struct, frozen=True):
+class LinkReport(Struct, frozen=True, omit_defaults=True):
     """What one link did in one sync."""
 
     source: int
@@ -197,6 +197,39 @@ class LinkReport(Struct, frozen=True):
     kind: str
     bytes: int
     seconds: float  # time in which this link had bytes in flight
+    # seconds that the reader waited for this link, those for several at once shared by bytes; 0 in a connection's first sync
+    waited: float = 0.0
+    path: str = ""  # "device": both ends on one GPU; "node"; "network"
+    floor: float = 0.0  # GB/s below which this link ran; 0: it did not
+
+
+class Span(Struct, frozen=True, array_like=True):
+    """Something that a member did in a sync."""
+
+    name: str
+    start: float  # seconds since its timeline began
+    seconds: float
+    track: str = ""  # what it belongs to beside the member's own phases: a replica, or a link
+    bytes: int = 0
+
+
+class Timeline(Struct, frozen=True):
+    """When one member did what in one sync, by the clock of its own host."""
+
+    member: str
+    host: str
+    pid: int
+    began: float  # Unix time
+    spans: tuple[Span, ...]
+
+
+class PackReport(Struct, frozen=True):
+    """How the links of one reader that are alike pack small pieces."""
+
+    kind: str
+    bytes: int  # of a row below which it is packed at its owner; 0: nothing is
+    how: str  # "set", "measured" or "default"
+    links: int  # that are so
 
 
 class ReaderReport(Struct, frozen=True):
@@ -210,6 +243,9 @@ class ReaderReport(Struct, frozen=True):
     digest: str
     phases: dict[str, float]  # seconds by phase
     links: tuple[LinkReport, ...]
+    packing: tuple[PackReport, ...] = ()
+    is_outdated: bool = False  # what was measured meanwhile would make another plan
+    timeline: Timeline | None = None
 
 
 class SyncReport(Struct, frozen=True):
@@ -226,12 +262,24 @@ class SyncReport(Struct, frozen=True):
     replicas: tuple[str, ...]  # that serve the version now
     failed: dict[str, str] = {}  # replicas that were dropped from the sync, and why (policy "best_effort")
     verify: str = "off"  # how much was compared by digests before the commit: "off", "sample" or "full"
+    timelines: tuple[Timeline, ...] = ()  # of source ranks but the driver, which alone is told when everybody did what
 
     def without_links(self) -> SyncReport:
         """The same report, in which no reader names its links."""
         return msgspec.structs.replace(
             self, readers=tuple(msgspec.structs.replace(reader, links=()) for reader in self.readers)
         )
+
+    def without_timelines(self) -> SyncReport:
+        """The same report, in which nobody says when it did what."""
+        readers = tuple(msgspec.structs.replace(reader, timeline=None) for reader in self.readers)
+        return msgspec.structs.replace(self, readers=readers, timelines=())
+
+    @property
+    def outdated(self) -> tuple[str, ...]:
+        """Replicas that serve the version, and of which an engine rank would plan otherwise now."""
+        replicas = {reader.reader.rpartition("/")[0] for reader in self.readers if reader.is_outdated}
+        return tuple(name for name in self.replicas if name in replicas)
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
@@ -438,6 +486,8 @@ class ReaderStatus(Struct, frozen=True):
     nbytes: int
     requested: int  # source ranks it reads from
     offered: int  # how many of them have answered
+    since_s: float = 0.0  # seconds since it connected
+    heard_s: float = 0.0  # seconds since it began to pull, or since it connected
 
 
 class ReplicaStatus(Struct, frozen=True):
@@ -459,6 +509,26 @@ class SourceStatus(Struct, frozen=True):
     pid: int
     mode: str
     rounds: int
+    since_s: float = 0.0  # seconds since it joined
+    heard_s: float = 0.0  # seconds since it began a sync, or since it joined
+
+
+class LastSync(Struct, frozen=True):
+    """The latest sync that is over."""
+
+    version: int
+    outcome: str  # "committed", "partial" (replicas were left out) or "failed"
+    seconds: float
+    ago_s: float  # seconds since its end
+    bytes: int = 0
+    mode: str = ""
+    slowest: LinkReport | None = None
+    failed: dict[str, str] = {}  # replicas that were left out, and why
+    error: str = ""
+
+    def ended(self, ago_s: float) -> LastSync:
+        """The same sync, so many seconds after its end."""
+        return msgspec.structs.replace(self, ago_s=ago_s)
 
 
 class GroupStatus(Struct, frozen=True):
@@ -474,3 +544,6 @@ class GroupStatus(Struct, frozen=True):
     missing: tuple[int, ...]  # source ranks that have not joined
     replicas: tuple[ReplicaStatus, ...]
     last_failure: str  # of the latest sync that failed, empty if none did
+    sync_s: float = 0.0  # seconds since the running sync began
+    waits_for: str = ""  # whom the running sync waits for, and in which phase, as far as the coordinator can tell
+    last: LastSync | None = None

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rdt_core.distributions import check_release
+
 if TYPE_CHECKING:
     from .clients import SglangHttpEngine, SglangRayEngine
     from .landing import SglangLanding
@@ -27,6 +29,8 @@ __all__ = [
     "launch",
     "register",
 ]
+
+check_release("rdt-sglang")
 
 _HOMES = {
     "MissingSglangError": "versions",

@@ -20,6 +20,7 @@ from rdt_core.control import ensure_ray, open_coordinator
 from rdt_core.engines import ConnectInfo
 from rdt_core.errors import DeadlineError, EngineError, SyncError, WireError
 from rdt_core.memory import settle
+from rdt_core.rates import check_slow_links
 from rdt_core.receiver import Receiver
 from rdt_core.wire import EngineManifest
 
@@ -158,6 +159,7 @@ class SchedulerWeights:
             kinds=info.kinds,
             timeout_s=info.timeout_s,
             pack_threshold=info.pack_threshold,
+            slow_links=check_slow_links(info.slow_links),
         )
         manifest = receiver.connect(attempt)
         self._receiver, self._info, self._selector = receiver, info, selector

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from rdt_core.control import ensure_ray, open_coordinator
 from rdt_core.errors import EngineError, SyncError
+from rdt_core.rates import check_slow_links
 from rdt_core.receiver import DEFAULT_KINDS, Receiver
 
 from .landing import VllmLanding
@@ -46,6 +47,7 @@ class RdtInitInfo(WeightTransferInitInfo):
         kinds: link kinds allowed, in order of preference.
         timeout_s: seconds, deadline of every single wait.
         pack_threshold: bytes below which a piece is packed; 0: the kind's own default.
+        slow_links: links far below what they should do: "refuse", "warn", or a floor in GB/s.
         attempt: names this connect of the replica; a rank that comes with an older one is refused.
         check: id of a check that runs: digests of what this rank holds are handed in, and nothing is connected; 0: connect.
     """
@@ -57,6 +59,7 @@ class RdtInitInfo(WeightTransferInitInfo):
     kinds: list[str] = field(default_factory=lambda: list(DEFAULT_KINDS))
     timeout_s: float = 60.0
     pack_threshold: int = 0
+    slow_links: str | float = "refuse"
     attempt: str = ""
     check: int = 0
 
@@ -221,6 +224,7 @@ class RdtWeightTransferEngine(WeightTransferEngine[RdtInitInfo, RdtUpdateInfo]):
             kinds=tuple(info.kinds),
             timeout_s=info.timeout_s,
             pack_threshold=info.pack_threshold,
+            slow_links=check_slow_links(info.slow_links),
         )
         receiver.connect(info.attempt)
         self._receiver = receiver

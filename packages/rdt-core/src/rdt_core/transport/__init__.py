@@ -8,7 +8,7 @@ agent, whose progress thread keeps a core busy from then on: make such endpoints
 
 from __future__ import annotations
 
-from .. import wire
+from .. import settings, wire
 from ..errors import TransportError
 from .base import Copies, PreparedTransfer, ReaderEndpoint, Region, SourceEndpoint
 from .copying import CopyProgram
@@ -17,6 +17,7 @@ from .memory_local import LocalExchange, LocalReader, LocalSource
 from .nodes import node, same_node
 from .prepared import PreparedReader, PreparedSource, unavailable
 from .rayobjects import RayReader, RaySource
+from .thresholds import DEFAULT as DEFAULT_PACK_THRESHOLD
 
 __all__ = [
     "DEFAULT_PACK_THRESHOLD",
@@ -39,23 +40,6 @@ __all__ = [
 
 #: every kind, in the order in which a link prefers them
 kinds: tuple[str, ...] = ("local", "mapped", "prepared", "ray")
-
-#: Bytes of a row below which packing at the owner beats reading the row by itself, by kind and device of the source.
-#: A piece costs a prepared NIXL transfer about 10 us over cuda_ipc, 6 to 8 us over NVLink and some 5 us on a CPU (cma),
-#: whatever its size. Packed, it costs 0.46 us on a GPU, and its bytes go through memory twice more, at 1,880 GB/s (GPU)
-#: or some 10 GB/s (CPU). The two meet near 64 KiB on a CPU and at some MiB on a GPU. A tensor in a Ray object costs
-#: 27 us and more, hence the higher numbers there. Copies out of mapped memory are batched already: packing them gains
-#: nothing.
-DEFAULT_PACK_THRESHOLD: dict[tuple[str, str], int] = {
-    ("local", "cpu"): 0,
-    ("local", "cuda"): 0,
-    ("mapped", "cpu"): 0,
-    ("mapped", "cuda"): 0,
-    ("prepared", "cpu"): 64 << 10,
-    ("prepared", "cuda"): 4 << 20,
-    ("ray", "cpu"): 1 << 20,
-    ("ray", "cuda"): 8 << 20,
-}
 
 
 def pack_threshold(kind: str, device: str) -> int:
@@ -122,6 +106,8 @@ def available(kind: str, mine: wire.NodeMeta, theirs: wire.SourceManifest) -> st
         return next((why for region in theirs.regions if (why := can_map(mine, theirs.node, region))), None)
     if kind == "ray" and same_node(mine, theirs.node) and mine.pid == theirs.node.pid:
         return "owner and reader are one process, and Ray would not copy"
+    if theirs.node.device == "cuda" and same_node(mine, theirs.node) and (reason := settings.refused_reads()):
+        return reason
     return unavailable()
 
 

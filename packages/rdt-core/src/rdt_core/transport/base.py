@@ -86,6 +86,7 @@ class Turn(IntEnum):
     KERNEL = 1  # a kernel that reads this GPU's own memory: it takes all that is left
     AGENT = 2  # moved by an agent, which posting keeps busy for a while
     BLOCKING = 3  # moved by the time that posting returns
+    WAITED = 4  # moved while it is waited for
 
 
 @runtime_checkable
@@ -97,6 +98,16 @@ class PreparedTransfer(Protocol):
 
     def post(self) -> None:
         """Starts the move. At most one is in flight for each prepared transfer."""
+        ...
+
+    def poll(self) -> bool:
+        """Whether every byte of a posted move has landed; never waits. With `Turn.WAITED` nothing lands before `wait`.
+
+        `wait` is still called before the bytes are used.
+
+        Raises:
+            TransportError: the move failed.
+        """
         ...
 
     def wait(self, deadline: float) -> None:

@@ -8,9 +8,12 @@ copies between CUDA memory; one that cannot work here is an error. Refuses copie
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, TypeAlias, get_args
+from itertools import repeat
+from operator import setitem
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -25,8 +28,9 @@ log = logging.getLogger(__name__)
 Engine: TypeAlias = Literal["foreach", "gather"]
 
 _WIDTHS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-#: bytes below which numpy's lower cost a call (0.3 us against 1 us) beats torch's threads on a CPU
+#: bytes below which the lower cost of a memory view (0.2 us, an array 0.3 us) beats torch's threads (1 us) on a CPU
 _SMALL = 256 << 10
+_SET: Callable[[Any, Any, Any], None] = setitem
 #: rows up to which a strided copy is cheaper on CUDA as batched rows (0.46 us a piece) than as a kernel of its own
 _FEW_ROWS = 8
 
@@ -65,7 +69,8 @@ class CopyProgram:
             where,
         )
         self.nbytes = copies.nbytes
-        self._numpy: list[tuple[np.ndarray, np.ndarray]] = []
+        self._lines: tuple[list[memoryview], list[memoryview]] = ([], [])
+        self._blocks: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         self._torch: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._batches: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._gathered: list[gathering.GatherProgram] = []
@@ -78,12 +83,14 @@ class CopyProgram:
             source, destination = sources[region], destinations[index]
             on_cpu = source.device.type == destination.device.type == "cpu"
             if on_cpu and count * nbytes <= _SMALL:
-                self._numpy.append(
-                    (
-                        _array(arrays, destination, to, to_pitch, count, nbytes),
-                        _array(arrays, source, offset, pitch, count, nbytes),
-                    )
-                )
+                written = _array(arrays, destination, to, to_pitch, count, nbytes)
+                read = _array(arrays, source, offset, pitch, count, nbytes)
+                if count == 1:
+                    self._lines[0].append(written.data)
+                    self._lines[1].append(read.data)
+                else:
+                    self._blocks[0].append(written)
+                    self._blocks[1].append(read)
                 continue
             if _engine(source, destination, engine) == "gather":
                 row = (region, offset, pitch, index, to, to_pitch, count, nbytes)
@@ -108,8 +115,9 @@ class CopyProgram:
 
     def run(self) -> None:
         """Copies. On CUDA the work is queued on the current stream of the destinations' device."""
-        for into, out in self._numpy:
-            into[...] = out
+        # loops in C: there may be tens of thousands
+        deque(map(_SET, self._lines[0], repeat(slice(None)), self._lines[1]), maxlen=0)
+        deque(map(_SET, self._blocks[0], repeat(...), self._blocks[1]), maxlen=0)
         for left, right in self._torch:
             left.copy_(right, non_blocking=True)
         for lefts, rights in self._batches:

@@ -71,6 +71,10 @@ class MemoryTransfer:
             self._done = torch.cuda.Event()
             self._done.record(self._stream)
 
+    def poll(self) -> bool:
+        """See `PreparedTransfer.poll`."""
+        return self._done is None or self._done.query()
+
     def wait(self, deadline: float) -> None:
         """See `PreparedTransfer.wait`."""
         if not self._posted:

@@ -292,6 +292,7 @@ class NixlTransfer:
         self._handles = handles
         self._pending: list[Any] = []
         self._destinations = destinations
+        self._devices = {tensor.device for tensor in destinations if tensor.device.type == "cuda"}
         self._where = where
         self._posted = False
         self._released = False
@@ -307,7 +308,7 @@ class NixlTransfer:
             raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes was posted after its release")
         if self._posted or self._pending:
             raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes was posted twice without a wait")
-        for device in {tensor.device for tensor in self._destinations if tensor.device.type == "cuda"}:
+        for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._posted = True
         for handle in self._handles:
@@ -321,6 +322,23 @@ class NixlTransfer:
                 self._pending.remove(handle)
                 raise self._failed("NIXL reported an error when the reads were posted")
 
+    def poll(self) -> bool:
+        """See `PreparedTransfer.poll`."""
+        while self._pending:
+            handle = self._pending[-1]
+            try:
+                state = self._agent.check_xfer_state(handle)
+            except Exception as error:
+                self._pending.remove(handle)
+                raise self._failed(str(error)) from error
+            if state == "ERR":
+                self._pending.remove(handle)
+                raise self._failed("NIXL reported an error")
+            if state != "DONE":
+                return False
+            self._pending.pop()
+        return True
+
     def wait(self, deadline: float) -> None:
         """See `PreparedTransfer.wait`.
 
@@ -331,19 +349,7 @@ class NixlTransfer:
             raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes is waited for, but was not posted")
         started = time.monotonic()
         pause = _SLEEP_S[0]
-        while self._pending:
-            handle = self._pending[-1]
-            try:
-                state = self._agent.check_xfer_state(handle)
-            except Exception as error:
-                self._pending.remove(handle)
-                raise self._failed(str(error)) from error
-            if state == "DONE":
-                self._pending.pop()
-                continue
-            if state == "ERR":
-                self._pending.remove(handle)
-                raise self._failed("NIXL reported an error")
+        while not self.poll():
             now = time.monotonic()
             if now >= deadline:
                 raise DeadlineError(f"{self._where}: {self.nbytes} bytes had not landed after {now - started:.1f} s")

@@ -160,9 +160,11 @@ class RayTransfer:
 
     def __init__(self, ref: Any, targets: list[torch.Tensor], nbytes: int, where: str) -> None:
         self.nbytes = nbytes
-        self.turn = Turn.AGENT
+        self.turn = Turn.WAITED
         self._ref = ref
         self._targets = targets  # Ray holds targets weakly: these references keep them
+        self._addresses = list(map(torch.Tensor.data_ptr, targets))
+        self._devices = {tensor.device for tensor in targets if tensor.device.type == "cuda"}
         self._where = where
         self._posted = False
 
@@ -172,9 +174,13 @@ class RayTransfer:
             raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes was posted after its release")
         if self._posted:
             raise TransportError(f"{self._where}: a transfer of {self.nbytes} bytes was posted twice without a wait")
-        for device in {tensor.device for tensor in self._targets if tensor.device.type == "cuda"}:
+        for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._posted = True
+
+    def poll(self) -> bool:
+        """See `PreparedTransfer.poll`."""
+        return not self._posted
 
     def wait(self, deadline: float) -> None:
         """See `PreparedTransfer.wait`."""
@@ -202,9 +208,7 @@ class RayTransfer:
                 f"{self._where}: pulling {self.nbytes} bytes in {len(self._targets)} tensors failed: {error}; the "
                 "source process may have ended, or its memory is no longer what it declared"
             ) from error
-        if len(received) != len(self._targets) or any(
-            tensor.data_ptr() != target.data_ptr() for tensor, target in zip(received, self._targets, strict=True)
-        ):
+        if list(map(torch.Tensor.data_ptr, received)) != self._addresses:
             raise TransportError(
                 f"{self._where}: Ray put {self.nbytes} bytes elsewhere than into the {len(self._targets)} targets; "
                 "owner and reader in one process need kind 'local'"
