@@ -14,6 +14,7 @@ from typing import Any
 from .errors import PlacementError
 from .gpus import MASK, ORDER, PCI_ORDER
 from .placement import Placement, Ranks, Seat
+from .settings import ALLOCATORS, GET_ZCOPY
 
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 #: the concurrency group of calls that must get through while a rank trains or serves
@@ -53,7 +54,8 @@ def trainer_options(
         **_moving(),
         # Parameters in expandable segments cannot be exported to readers, so that mode `live` is refused and the trainer
         # pays for a copy. rdt's own arenas never come from torch's allocator and need no setting.
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+        # Under both names: a cluster may have set either, and which of them torch heeds depends on its version.
+        **dict.fromkeys(ALLOCATORS, "expandable_segments:False"),
     }
     if see_node:
         variables[NOSET] = "1"
@@ -175,7 +177,7 @@ def _moving() -> dict[str, str]:
     return {
         # UCX reads device memory directly only where it sees NVLink, which containers may hide, and else sends it
         # through TCP at a thousandth of the rate. Where it does see NVLink this is what it does anyway.
-        "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+        GET_ZCOPY: "on",
         # Indices then mean the same to CUDA, nvidia-smi and Ray where a node has GPUs of different models.
         ORDER: PCI_ORDER,
     }

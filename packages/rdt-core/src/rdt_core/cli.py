@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Optional
 
 import typer
 
 from .demo.options import DTYPES, LINKS, MODES, DemoOptions, OptionError
+from .distributions import version_lines
+from .doctor.command import EPILOG as DOCTOR_EPILOG
+from .doctor.command import doctor
 from .errors import RdtError, SourceError
+from .signals import terminable
+from .statuscommand import EPILOG as STATUS_EPILOG
+from .statuscommand import status
+from .tracecommand import EPILOG as TRACE_EPILOG
+from .tracecommand import trace
 from .wire import VERIFY
 
 LOG_WIDTH = 160
@@ -65,8 +70,18 @@ _PLAN_EPILOG = (
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo("\n".join(version_lines()))
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show what is installed, and end.")
+    ] = False,
+) -> None:
     """Moves a model's weights from the ranks that train it to the ranks that serve it."""
     # Under `uv run` Ray would build a fresh environment for every worker; all of them live on this machine and can use
     # the one that this process runs in. Ray reads it when it is imported, which is later.
@@ -108,7 +123,7 @@ def demo(
         raise typer.Exit(2) from error
     # kept from here on: libraries print to standard output as they please
     target = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), _terminable():
+    with contextlib.redirect_stdout(sys.stderr), terminable():
         try:
             if json:
                 _demo_json(options, target)
@@ -125,7 +140,7 @@ def bench(
     layers: Annotated[int, typer.Option(help="Keep only so many decoder layers; 0 keeps all.", min=0)] = 0,
     trainer: Annotated[str, typer.Option(metavar="fsdp:ranks=N", help="Source ranks.")] = "fsdp:ranks=2",
     engine: Annotated[
-        str, typer.Option(metavar="NAME:tp=N", help="Whose parameter layout the readers have: vllm, sglang.")
+        str, typer.Option(metavar="NAME:tp=N,ep=N,pp=N", help="Whose parameter layout the readers have: vllm, sglang.")
     ] = "vllm:tp=1",
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where all weights lie.")] = "cpu",
     gpus: Annotated[
@@ -152,7 +167,11 @@ def bench(
         str, typer.Option(metavar="LIST", help="What is compared by digests: off, sample, full.")
     ] = "off",
     peers: Annotated[
-        str, typer.Option(metavar="none|all|LIST", help="Other designs beside: broadcast, gather, disk, objects.")
+        str,
+        typer.Option(
+            metavar="none|all|LIST",
+            help="Other designs beside: broadcast, gather, disk, objects, checkpoint-engine, sharded_rdt.",
+        ),
     ] = "none",
     rounds: Annotated[int, typer.Option(help="Syncs after the first, for each combination.", min=1)] = 5,
     peer_rounds: Annotated[int, typer.Option(help="The same for each peer.", min=1)] = 3,
@@ -168,6 +187,10 @@ def bench(
     json: Annotated[
         str, typer.Option("--json", metavar="FILE", help="The report as JSON, written after every piece; -: print it.")
     ] = "",
+    plot: Annotated[
+        Optional[Path],  # noqa: UP045 - typer reads the annotation at run time
+        typer.Option(metavar="FILE", help="A picture of the report: PNG, SVG or PDF by its suffix."),
+    ] = None,
 ) -> None:
     """Measure syncs next to one copy of the same bytes and next to other designs, in the same run.
 
@@ -175,10 +198,11 @@ def bench(
     are compared after every piece; exit status 1 says that some were wrong, or that nothing ran.
     """
     from .bench import options as read
+    from .bench.plugins import installed_peers
     from .bench.show import bench_command
 
     target = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), _terminable():
+    with contextlib.redirect_stdout(sys.stderr), terminable():
         try:
             wanted_engine = read.engine(engine)
             options = read.BenchOptions(
@@ -187,6 +211,8 @@ def bench(
                 ranks=read.trainer(trainer).get("ranks"),
                 engine=wanted_engine.name,
                 tp=wanted_engine.get("tp"),
+                ep=wanted_engine.get("ep"),
+                pp=wanted_engine.get("pp"),
                 device=device,
                 gpus=gpus,
                 modes=read.names(modes, MODES, "--modes"),
@@ -200,8 +226,8 @@ def bench(
                 bucket_bytes=bucket_mb << 20,
                 timeout_s=timeout_s,
                 limit_s=limit_s,
-            ).with_peers(peers)
-            status = bench_command(target, options, json)
+            ).with_peers(peers, tuple(installed_peers()))
+            status = bench_command(target, options, json, plot)
         except OptionError as error:
             typer.echo(f"rdt bench: {error}", err=True)
             raise typer.Exit(2) from error
@@ -243,7 +269,7 @@ def verify(
     from .verifycommand import client_of, verify_checkpoint, verify_command
 
     target = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), _terminable():
+    with contextlib.redirect_stdout(sys.stderr), terminable():
         wanted = [("vllm", url) for url in vllm or ()] + [("sglang", url) for url in sglang or ()]
         if not wanted or (dtype and dtype not in DTYPES):
             what = "name at least one server" if not wanted else f"--dtype is one of {', '.join(DTYPES)}"
@@ -252,7 +278,9 @@ def verify(
         try:
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             clients = [client_of(engine, url, headers) for engine, url in wanted]
-            report = verify_checkpoint(checkpoint, clients, dtype=dtype, address=address or None, timeout_s=timeout_s)
+            report = verify_checkpoint(
+                checkpoint, clients, dtype=dtype, address=address or None, timeout_s=timeout_s, quiet=json
+            )
             status = verify_command(target, report, json=json, all_rows=every)
         except RdtError as error:
             typer.echo(f"rdt verify failed: {type(error).__name__}: {error}", err=True)
@@ -287,7 +315,7 @@ def soak(
     from .soak.show import soak_command
 
     target = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), _terminable():
+    with contextlib.redirect_stdout(sys.stderr), terminable():
         try:
             options = SoakOptions(
                 syncs=syncs, rejoin_every=rejoin_every, reattach_every=reattach_every,
@@ -358,7 +386,7 @@ def plan(
     from .plan.show import plan_command
 
     target = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), _terminable():
+    with contextlib.redirect_stdout(sys.stderr), terminable():
         try:
             machines = read_cluster(cluster)
             options = read_options(
@@ -372,6 +400,11 @@ def plan(
         except RdtError as error:
             typer.echo(f"rdt plan failed: {type(error).__name__}: {error}", err=True)
             raise typer.Exit(1) from error
+
+
+app.command(epilog=DOCTOR_EPILOG)(doctor)
+app.command(epilog=STATUS_EPILOG)(status)
+app.command(epilog=TRACE_EPILOG)(trace)
 
 
 def _demo_json(options: DemoOptions, target: Any) -> None:
@@ -400,27 +433,6 @@ def _demo_show(options: DemoOptions, target: Any) -> None:
         f"{options.out / 'report.json'}, {options.out / 'report.png'}",
         highlight=False,
     )
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    # SIGTERM would end this process alone; as an exception it ends the engine and the cluster as Ctrl-C does
-    received: list[int] = []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except SystemExit:
-        if received:
-            # inside a call of Ray's the status becomes 1
-            raise SystemExit(128 + received[0]) from None
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def main() -> None:

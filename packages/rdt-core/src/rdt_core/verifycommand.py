@@ -7,9 +7,11 @@ Nothing is moved or written. An engine that a trainer feeds is connected to it a
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,13 @@ def client_of(engine: str, url: str, headers: dict[str, str]) -> EngineClient:
 
 
 def verify_checkpoint(
-    folder: Path, clients: Sequence[EngineClient], *, dtype: str, address: str | None, timeout_s: float
+    folder: Path,
+    clients: Sequence[EngineClient],
+    *,
+    dtype: str,
+    address: str | None,
+    timeout_s: float,
+    quiet: bool = True,
 ) -> CheckReport:
     """Compares engines with a checkpoint.
 
@@ -55,25 +63,44 @@ def verify_checkpoint(
         dtype: in which floating-point tensors are compared; empty: as they are stored.
         address: of the Ray cluster; None: RAY_ADDRESS.
         timeout_s: deadline of each wait.
+        quiet: show no progress, nor where standard error is no terminal.
 
     Raises:
         RdtError: the checkpoint cannot be read, or an engine cannot be reached.
     """
     kind = getattr(torch, dtype) if dtype else None
-    names = [meta.name for meta in CheckpointSource(folder).metadata()]
-    source = CheckpointSource(folder, dtype=kind, ignored=names)
-    sync = WeightSync.join(
-        f"verify-{uuid.uuid4().hex[:8]}", source=source, rank=0, world_size=1, mode="bucket", address=address,
-        timeout_s=timeout_s,
-    )  # fmt: skip
-    try:
-        for client in clients:
-            sync.attach(client)
-        return sync.verify()
-    finally:
-        for client in clients:
-            sync.detach(client)
-        sync.leave()
+    with _progress(len(clients) + 2, quiet) as doing:
+        doing("reading the checkpoint")
+        names = [meta.name for meta in CheckpointSource(folder).metadata()]
+        source = CheckpointSource(folder, dtype=kind, ignored=names)
+        sync = WeightSync.join(
+            f"verify-{uuid.uuid4().hex[:8]}", source=source, rank=0, world_size=1, mode="bucket", address=address,
+            timeout_s=timeout_s, observers=(),
+        )  # fmt: skip
+        try:
+            for client in clients:
+                doing(f"connecting {client.name}")
+                sync.attach(client)
+            doing("comparing")
+            return sync.verify()
+        finally:
+            for client in clients:
+                sync.detach(client)
+            sync.leave()
+
+
+@contextmanager
+def _progress(steps: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Shows what is being done, on a terminal only. Yields what is called with the next step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("", total=steps)
+        done = itertools.count()
+        yield lambda step: bar.update(task, description=step, completed=next(done))
 
 
 def verify_command(target: Any, report: CheckReport, *, json: bool, all_rows: bool) -> int:

@@ -8,14 +8,14 @@ command that mends it. Versions are compared as versions ("2.6" is older than "2
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from .distributions import SIBLINGS, VENDORED, installed, rdt_version
 from .errors import VersionError
 from .wire import DTYPE_BYTES, WIRE_MAJOR, WIRE_MINOR, TensorMeta, VersionMeta
 
@@ -23,11 +23,8 @@ from .wire import DTYPE_BYTES, WIRE_MAJOR, WIRE_MINOR, TensorMeta, VersionMeta
 SUPPORTED: dict[str, SpecifierSet] = {
     "ray": SpecifierSet(">=2.56"),
     "nixl": SpecifierSet(">=1.0,<2"),
-    "torch": SpecifierSet(">=2.6"),
+    "torch": SpecifierSet(">=2.7"),
 }
-
-#: packages that are released together with rdt-core, under one version
-SIBLINGS = ("rdt-megatron", "rdt-sglang", "rdt-vllm")
 
 #: the wheels that hold NIXL's libraries; the distribution `nixl` holds the module of that name and picks one of them
 NIXL_BACKENDS = ("nixl-cu12", "nixl-cu13")
@@ -58,17 +55,24 @@ KNOWN_BAD: tuple[KnownBad, ...] = tuple(
 )
 
 
-def rdt_version() -> str:
-    """Returns the version of rdt-core; `0+vendored` where the package is part of another distribution."""
-    return installed("rdt-core") or "0+vendored"
+class Problem(str):
+    """One thing that is wrong with an installation, as the text that errors carry.
 
+    Attributes:
+        found: what is there.
+        needed: what should be.
+        mend: the command that gets there.
+    """
 
-def installed(distribution: str) -> str:
-    """Returns the version of an installed distribution, or "" where there is none."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    found: str
+    needed: str
+    mend: str
+
+    def __new__(cls, found: str, needed: str, mend: str) -> Problem:
+        """Makes the text."""
+        made = super().__new__(cls, f"found: {found}; needed: {needed}; to mend: {mend}")
+        made.found, made.needed, made.mend = found, needed, mend
+        return made
 
 
 def current() -> VersionMeta:
@@ -93,7 +97,8 @@ def check_local(need_nixl: bool) -> VersionMeta:
     Raises:
         VersionError: names each thing found, what is needed, and the command that mends it.
     """
-    names = (*SUPPORTED, *NIXL_BACKENDS, *SIBLINGS)
+    # adapters that are installed beside a vendored copy belong to another rdt
+    names = (*SUPPORTED, *NIXL_BACKENDS, *(() if VENDORED else SIBLINGS))
     wrong = problems({name: installed(name) for name in names}, need_nixl, rdt_version())
     if need_nixl and not wrong:
         try:
@@ -107,7 +112,7 @@ def check_local(need_nixl: bool) -> VersionMeta:
     return current()
 
 
-def problems(found: Mapping[str, str], need_nixl: bool, rdt: str) -> list[str]:
+def problems(found: Mapping[str, str], need_nixl: bool, rdt: str) -> list[Problem]:
     """Lists what is wrong with a set of installed distributions.
 
     Args:
@@ -202,11 +207,16 @@ def check_dtypes(tensors: Iterable[TensorMeta], who: str) -> None:
     _raise(wrong, f"tensors of {who} cannot be received")
 
 
-def _problem(found: str, needed: str, mend: str) -> str:
-    return f"found: {found}; needed: {needed}; to mend: {mend}"
+def newest(found: Iterable[str]) -> str:
+    """Returns the newest of some versions; what is no version counts as the oldest."""
+    return max(found, key=lambda one: (_parse(one) or Version("0"), one))
 
 
-def _raise(wrong: list[str], what: str) -> None:
+def _problem(found: str, needed: str, mend: str) -> Problem:
+    return Problem(found, needed, mend)
+
+
+def _raise(wrong: Sequence[str], what: str) -> None:
     if wrong:
         raise VersionError(f"{what}:\n" + "\n".join(f"- {line}" for line in wrong))
 

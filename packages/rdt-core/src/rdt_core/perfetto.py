@@ -1,0 +1,244 @@
+"""Syncs as a picture: a file in Chrome's trace format, which https://ui.perfetto.dev opens.
+
+A process for each rank, with a track for its phases and one for each link or replica; everything from the outcomes of syncs
+(`outcomes`). Times are those of each host's clock. The clock of another host than the driver's is shifted by the least that
+puts its ranks inside the driver's calls to them; how much is said in the file. Refuses outcomes that hold no timeline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import wire
+from .errors import RdtError
+from .outcomes import SyncOutcome
+from .report import rate
+from .timeline import link_track
+
+_DRIVER = "driver"
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A timeline on the driver's clock.
+
+    Attributes:
+        timeline: as it was recorded.
+        shift_s: added to its host's clock.
+        links: by source rank, what its links moved.
+    """
+
+    timeline: wire.Timeline
+    shift_s: float
+    links: dict[str, wire.LinkReport]
+
+    def after(self, base: float) -> float:
+        """Seconds from `base` to the start of the timeline."""
+        return self.timeline.began + self.shift_s - base
+
+
+def make_trace(outcomes: Iterable[SyncOutcome]) -> dict[str, Any]:
+    """Returns syncs as an object of Chrome's trace format: times in microseconds since the first of them began.
+
+    Args:
+        outcomes: of one or several groups, in any order.
+
+    Raises:
+        RdtError: none of them has a timeline.
+    """
+    syncs = sorted((one for one in outcomes if one.timeline is not None), key=lambda one: one.time)
+    if not syncs:
+        raise RdtError(
+            "there is no sync to draw: no outcome with a timeline; expected what an observer of rdt-core is told, or the "
+            "lines that JsonLines wrote"
+        )
+    base = min(one.timeline.began for one in syncs if one.timeline is not None)
+    pages = _Pages()
+    shifts: dict[str, float] = {}
+    for outcome in syncs:
+        for seen in _aligned(outcome):
+            if seen.shift_s:
+                shifts[seen.timeline.host] = seen.shift_s
+            _draw(pages, outcome, seen, base)
+    hosts = sorted({host for host in pages.hosts if host})
+    return {
+        "traceEvents": pages.events(),
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "producer": "rdt",
+            "began": f"{base:.6f} s, Unix time on the driver's host",
+            "clocks": _clocks(hosts, shifts),
+        },
+    }
+
+
+def write_trace(path: str | os.PathLike[str], outcomes: Iterable[SyncOutcome]) -> int:
+    """Writes syncs for https://ui.perfetto.dev.
+
+    Args:
+        path: of the JSON file; folders above it are made.
+        outcomes: see `make_trace`.
+
+    Returns:
+        The number of events.
+
+    Raises:
+        RdtError: see `make_trace`.
+    """
+    made = make_trace(outcomes)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    with open(draft, "w", encoding="utf-8") as file:
+        json.dump(made, file, allow_nan=False, separators=(",", ":"))
+    os.replace(draft, target)
+    return len(made["traceEvents"])
+
+
+class _Pages:
+    """Processes and tracks, numbered as they come, and their events."""
+
+    def __init__(self) -> None:
+        self.hosts: set[str] = set()
+        self._events: list[dict[str, Any]] = []
+        self._processes: dict[str, int] = {}
+        self._tracks: dict[tuple[int, str], int] = {}
+
+    def process(self, name: str, order: int) -> int:
+        if name not in self._processes:
+            pid = self._processes[name] = len(self._processes) + 1
+            self._name("process_name", pid, 0, name=name)
+            self._name("process_sort_index", pid, 0, sort_index=order)
+        return self._processes[name]
+
+    def track(self, pid: int, name: str) -> int:
+        key = pid, name
+        if key not in self._tracks:
+            tid = self._tracks[key] = sum(known == pid for known, _ in self._tracks) + 1
+            self._name("thread_name", pid, tid, name=name)
+            self._name("thread_sort_index", pid, tid, sort_index=tid)
+        return self._tracks[key]
+
+    def span(
+        self, pid: int, tid: int, name: str, began: float, seconds: float, category: str, args: dict[str, Any]
+    ) -> None:
+        start, end = round(began * 1e6, 3), round((began + max(seconds, 0.0)) * 1e6, 3)
+        self._events.append(
+            {
+                "ph": "X",
+                "pid": pid,
+                "tid": tid,
+                "name": name,
+                "cat": category,
+                "ts": start,
+                "dur": round(end - start, 3),
+                "args": args,
+            }
+        )
+
+    def events(self) -> list[dict[str, Any]]:
+        return self._events
+
+    def _name(self, what: str, pid: int, tid: int, **args: Any) -> None:
+        self._events.append({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args})
+
+
+def _draw(pages: _Pages, outcome: SyncOutcome, seen: _Seen, base: float) -> None:
+    line = seen.timeline
+    is_driver = line.member == _DRIVER
+    pages.hosts.add(line.host)
+    order = 0 if is_driver else 1 if line.member.startswith("source rank") else 2
+    who = f"{line.member} of {outcome.group}" if is_driver else line.member
+    pid = pages.process(f"{who}, {line.host}:{line.pid}", order)
+    if is_driver:
+        whole: dict[str, Any] = {"outcome": outcome.outcome, "mode": outcome.mode, "bytes": outcome.bytes}
+        if outcome.gbps is not None:
+            whole["GB/s"] = outcome.gbps
+        if outcome.error:
+            whole["error"] = outcome.error
+        if outcome.report is not None and outcome.report.failed:
+            whole["left out"] = dict(outcome.report.failed)
+        tid = pages.track(pid, "sync")
+        pages.span(pid, tid, f"version {outcome.version}", line.began - base, outcome.seconds, "sync", whole)
+    # the member's own phases first, links below them
+    for span in sorted(line.spans, key=lambda one: (one.track != "", _natural(one.track), one.start)):
+        args: dict[str, Any] = {"version": outcome.version}
+        link = seen.links.get(span.track)
+        if span.bytes:
+            args["bytes"] = span.bytes
+        if link is not None:
+            args |= {"kind": link.kind, "path": link.path, "GB/s": _finite(rate(span.bytes, span.seconds))}
+            track = f"{span.track} ({link.kind})"
+        else:
+            track = span.track or "phases"
+        name = f"{span.name} {span.bytes / 1e6:.1f} MB" if link is not None else span.name
+        category = "link" if link is not None else "phase"
+        # sums of small numbers: Unix times are too large to tell spans apart that touch each other
+        pages.span(pid, pages.track(pid, track), name, seen.after(base) + span.start, span.seconds, category, args)
+
+
+def _natural(track: str) -> tuple[str, int, str]:
+    head, _, tail = track.rpartition(" ")
+    return (head, int(tail), "") if tail.isdecimal() else (track, 0, "")
+
+
+def _aligned(outcome: SyncOutcome) -> list[_Seen]:
+    """Every timeline of a sync, those of other hosts shifted into the driver's calls."""
+    driver = outcome.timeline
+    if driver is None:
+        return []
+    report = outcome.report
+    found = [_Seen(driver, 0.0, {})]
+    if report is None:
+        return found
+    calls = {span.track: span for span in driver.spans if span.name == "pull"}
+    bounds: list[tuple[wire.Timeline, dict[str, wire.LinkReport], float, float]] = [
+        (line, {}, driver.began, driver.began + outcome.seconds) for line in report.timelines
+    ]
+    for reader in report.readers:
+        call = calls.get(reader.reader.rpartition("/")[0])
+        if reader.timeline is None:
+            continue
+        first = driver.began + (call.start if call else 0.0)
+        last = first + call.seconds if call else driver.began + outcome.seconds
+        bounds.append((reader.timeline, {link_track(link.source): link for link in reader.links}, first, last))
+    shifts = _shifts(driver.host, [(line, first, last) for line, _, first, last in bounds])
+    return found + [_Seen(line, shifts.get(line.host, 0.0), links) for line, links, _, _ in bounds]
+
+
+def _shifts(host: str, bounds: Sequence[tuple[wire.Timeline, float, float]]) -> dict[str, float]:
+    """By host other than the driver's, the least shift of its clock that puts its timelines between their bounds."""
+    limits: dict[str, tuple[float, float]] = {}
+    for line, first, last in bounds:
+        if line.host != host and line.spans:
+            began = line.began + min(span.start for span in line.spans)
+            ended = line.began + max(span.start + span.seconds for span in line.spans)
+            low, high = limits.get(line.host, (-math.inf, math.inf))
+            limits[line.host] = max(low, first - began), min(high, last - ended)
+    shifts = {}
+    for other, (low, high) in limits.items():
+        if low > high:  # its clock is read less precisely than the calls are long
+            shifts[other] = (low + high) / 2
+        elif not low <= 0 <= high:
+            shifts[other] = low if low > 0 else high
+    return shifts
+
+
+def _clocks(hosts: Sequence[str], shifts: dict[str, float]) -> str:
+    if len(hosts) < 2:
+        return f"all times are of one clock, {hosts[0] if hosts else 'unknown'}"
+    moved = ", ".join(f"{host} by {1e3 * shift:+.3f} ms" for host, shift in sorted(shifts.items()))
+    return (
+        f"each host's own clock ({', '.join(hosts)}); a host's is shifted by the least that puts its ranks inside the driver's "
+        f"calls to them: {moved or 'none had to be'}"
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
