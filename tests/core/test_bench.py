@@ -29,7 +29,7 @@ def test_modes_kinds_and_peers_are_exact_with_several_ranks_on_both_sides(ray_cl
     seen: list[tuple[int, str]] = []
     report = run(
         BenchOptions(
-            model="tiny-moe", ranks=2, tp=2, kinds=("mapped", "prepared"), modes=("live", "snapshot", "bucket"),
+            model="tiny-moe", ranks=2, tp=2, ep=2, kinds=("mapped", "prepared"), modes=("live", "snapshot", "bucket"),
             peers=ALL_PEERS, rounds=2, peer_rounds=1, bucket_bytes=64 << 10,
         ),
         observe=lambda report, doing: seen.append((len(report.rows), doing)),
@@ -43,7 +43,12 @@ def test_modes_kinds_and_peers_are_exact_with_several_ranks_on_both_sides(ray_cl
         assert len(cell.sent) == len(cell.received) == 2
         assert cell.floors.copy > 0
         assert cell.floors.span > 0
-        assert (cell.floors.nixl > 0) == (cell.kind == "prepared")
+        assert cell.floors.nixl > 0
+        assert len(cell.moving) == 2
+        assert all(0 < moving < total for moving, total in zip(cell.moving, cell.seconds, strict=True))
+        assert cell.phases_p95.keys() == cell.phases.keys()
+        assert all(cell.phases_p95[name] >= cell.phases[name] for name in cell.phases)
+        assert cell.slowest in (0, 1)
         assert {"begin", "pull"} <= cell.phases.keys()
         assert "transfer" in cell.reader_phases
     assert [row.name for row in report.peers] == list(ALL_PEERS)
@@ -82,8 +87,17 @@ def test_collectives_of_the_trainers_go_on_and_an_error_hides_no_other_cell(ray_
 
 
 def test_nothing_is_started_after_the_limit(ray_cluster) -> None:
-    report = run(BenchOptions(model="tiny", kinds=("mapped",), modes=("live",), peers=("broadcast",), limit_s=1e-9))
-    assert all("not started" in row.error for row in report.rows)
+    report = run(
+        BenchOptions(
+            model="tiny", kinds=("mapped",), modes=("live",), peers=("broadcast", "disk", "checkpoint-engine", "nobody"),
+            left_out=(("disk", "too large"),), limit_s=1e-9,
+        )
+    )  # fmt: skip
+    cell, broadcast, disk, engine, nobody = report.rows
+    assert all("not started" in row.error for row in (cell, broadcast))
+    assert disk.reason == "left out of all: too large"
+    assert "CUDA IPC" in engine.reason
+    assert "no installed package supplies it" in nobody.reason
     assert report.failed
 
 
@@ -101,7 +115,9 @@ def test_a_process_has_the_mask_that_was_made_for_it(ray_cluster) -> None:
 
 def test_the_command_writes_its_report_and_says_yes(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
+    picture = tmp_path / "report.png"
     command = ["bench", "--model", "tiny", "--trainer", "fsdp:ranks=1", "--links", "mapped", "--modes", "live"]
+    command += ["--peers", "checkpoint-engine", "--plot", str(picture)]
     done = subprocess.run(
         [sys.executable, "-m", "rdt_core.cli", *command, "--rounds", "1", "--json", str(file)],
         capture_output=True,
@@ -111,7 +127,10 @@ def test_the_command_writes_its_report_and_says_yes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "tiny: 21 tensors" in done.stdout
+    assert "cannot run here: the package moves weights through CUDA IPC" in done.stdout
     assert json.loads(file.read_text())["cells"][0]["exact"] is True
+    assert json.loads(file.read_text())["cells"][0]["floors"]["nixl"] > 0
+    assert picture.stat().st_size > 10_000
 
 
 def test_the_command_refuses_before_it_starts_anything() -> None:

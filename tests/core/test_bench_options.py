@@ -21,6 +21,11 @@ def test_specs_and_lists() -> None:
         read.names(",", read.KINDS, "--kinds")
     with pytest.raises(OptionError, match="available: vllm, sglang"):
         read.engine("llama.cpp:tp=2")
+    assert read.engine("vllm:tp=4,ep=2,pp=2").settings == (("tp", 4), ("ep", 2), ("pp", 2), ("replicas", 1))
+    with pytest.raises(OptionError, match="rdt bench knows no replicas; it knows tp, ep, pp"):
+        read.engine("vllm:replicas=2")
+    with pytest.raises(OptionError, match="rdt bench has no such ranks; available: fsdp"):
+        read.trainer("megatron:ranks=2")
 
 
 def test_packs() -> None:
@@ -43,6 +48,9 @@ def test_packs() -> None:
         ({"rounds": 0}, "--rounds 0"),
         ({"tp": 2}, "tp=2 does not divide the 9 attention heads of smollm2-135m"),
         ({"model": "qwen3-30b-a3b", "tp": 12}, "tp=12 does not divide the 32 attention heads"),
+        ({"model": "tiny-moe", "tp": 2, "ep": 4}, "ep=4 does not divide tp=2"),
+        ({"model": "tiny", "tp": 2, "ep": 2}, "ep=2 does not divide the 0 experts"),
+        ({"model": "tiny", "pp": 3}, "pp=3: tiny has 2 layers"),
         ({"packs": ("tight",)}, "--pack 'tight'"),
         ({"expandable": True}, "needs --device cuda"),
     ],
@@ -62,15 +70,22 @@ def test_gpus_that_are_not_there_are_refused() -> None:
     assert BenchOptions(gpus="together").check(0).gpus == "shared"
 
 
-def test_peers_all_leaves_out_what_makes_no_sense() -> None:
-    def chosen(**options: object) -> tuple[str, ...]:
-        return BenchOptions(**options).with_peers("all").peers
+def test_peers_all_has_a_row_for_each_and_says_what_it_leaves_out() -> None:
+    def left_out(**options: object) -> dict[str, str]:
+        one = BenchOptions(**options).with_peers("all")
+        assert one.peers == read.PEERS
+        return dict(one.left_out)
 
-    assert chosen() == ("broadcast", "gather", "disk", "objects")
-    assert chosen(device="cuda", model="qwen3-8b") == ("broadcast", "gather", "objects")
-    assert chosen(device="cuda", model="qwen3-30b-a3b") == ("broadcast", "gather")
-    assert BenchOptions(model="qwen3-8b").with_peers("disk").peers == ("disk",)
+    assert left_out() == {}
+    assert left_out(device="cuda", model="qwen3-8b").keys() == {"disk"}
+    large = left_out(device="cuda", model="qwen3-30b-a3b")
+    assert "61.1 GB through a file" in large["disk"]
+    assert "an object for each of 18867 tensors; --peers objects measures it" in large["objects"]
+    named = BenchOptions(model="qwen3-8b").with_peers("disk")
+    assert (named.peers, named.left_out) == (("disk",), ())
     assert BenchOptions().with_peers("none").peers == ()
+    assert BenchOptions().with_peers("all", ("mine", "disk")).peers == (*read.PEERS, "mine")
+    assert BenchOptions().with_peers("mine", ("mine",)).peers == ("mine",)
     with pytest.raises(OptionError, match="unknown pigeons"):
         BenchOptions().with_peers("pigeons")
 

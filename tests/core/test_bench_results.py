@@ -10,23 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from rdt_core.bench import BenchReport, Cell, Floors, PeerRow, p50, p95, ratio, tensorfile, to_dict
+from rdt_core.bench import BenchReport, Cell, Floors, PeerRow, p50, p95, plot, ratio, tensorfile, to_dict
 from rdt_core.bench.peers import bucket_size, buckets
 from rdt_core.bench.show import tables
+from rdt_core.notation import OptionError
 from rdt_core.shapes import checkpoint_tensors
 
 pytestmark = pytest.mark.unit
 
 CELL = Cell(
     mode="live", kind="mapped", used_mode="live", used_kinds=("mapped",), bytes=2_000_000_000, first_s=1.0,
-    seconds=(0.1, 0.2, 0.3), floors=Floors(copy=0.05, span=0.1), floor="span", phases={"begin": 0.01, "total": 0.2},
+    seconds=(0.1, 0.2, 0.3), moving=(0.095, 0.18, 0.29), phases_p95={"begin": 0.02, "total": 0.3}, slowest=3,
+    reader_phases_p95={"transfer": 0.15}, floors=Floors(copy=0.05, span=0.1), floor="span", phases={"begin": 0.01, "total": 0.2},
     reader_phases={"transfer": 0.1}, sent=(2_000_000_000,), received=(2_000_000_000,), exact=True, notes=("floor nixl: no",),
 )  # fmt: skip
 REPORT = BenchReport(
     model="tiny", layers=0, tensors=21, bytes=279_168, trainer="fsdp:ranks=1", engine="vllm:tp=1", device="cuda",
     device_name="a GPU", gpus="separate", placement=((0,), (1,)), rounds=3,
     cells=(CELL, Cell(mode="live", kind="ray", error="TransportError: no way")),
-    peers=(PeerRow(name="broadcast", bytes=1, first_s=1, seconds=(0.5,), exact=True), PeerRow(name="disk", error="full")),
+    peers=(
+        PeerRow(name="broadcast", bytes=1, first_s=1, seconds=(0.5,), exact=True, what="send", phases={"start": 0.004}),
+        PeerRow(name="disk", error="full"),
+        PeerRow(name="checkpoint-engine", reason="no CUDA"),
+    ),
 )  # fmt: skip
 
 
@@ -38,6 +44,8 @@ def test_percentiles_and_ratio() -> None:
     assert math.isnan(p95([]))
     assert ratio(CELL) == pytest.approx(2.0)
     assert math.isnan(ratio(Cell(mode="live", kind="ray")))
+    assert CELL.overhead_s == pytest.approx(0.01)
+    assert math.isnan(Cell(mode="live", kind="ray").overhead_s)
 
 
 def test_errors_are_neither_exact_nor_wrong() -> None:
@@ -57,7 +65,9 @@ def test_json_carries_what_follows_and_no_nan() -> None:
     assert plain["cells"][0]["p50"] == 0.2
     assert plain["cells"][0]["gbps"] == pytest.approx(10.0)
     assert plain["cells"][0]["ratio"] == pytest.approx(2.0)
+    assert plain["cells"][0]["overhead"] == pytest.approx(0.01)
     assert plain["cells"][1]["p50"] is None
+    assert plain["cells"][1]["overhead"] is None
     assert plain["peers"][0]["p95"] == 0.5
 
 
@@ -68,8 +78,47 @@ def test_tables_show_errors_beside_the_rest() -> None:
     for one in tables(REPORT):
         Console(file=out, width=200).print(one)
     text = out.getvalue()
-    for words in ("no way", "2.00 x span", "full", "2.5 x", "engine ranks on GPU 1", "floor nixl: no", "yes"):
+    for words in (
+        "no way", "2.00 x span", "full", "2.5 x", "engine ranks on GPU 1", "floor nixl: no", "yes", "10.0/20.0",
+        "100/150", "cannot run here: no CUDA", "send; start 4.0",
+    ):  # fmt: skip
         assert words in text
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_has_every_combination_and_peer_that_ran(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / "made" / f"bench.{suffix}"
+    plot.draw(REPORT, file)
+    if suffix == "svg":
+        # glyphs are drawn as paths; the text stands beside each as a comment
+        text = file.read_text()
+        for words in (
+            "live, mapped",
+            "rdt: live, mapped",
+            "broadcast",
+            "transfer",
+            "floor: one copy",
+            "tiny, 0.000279 GB",
+        ):
+            assert f"<!-- {words}" in text, words
+        assert "checkpoint-engine" not in text
+    else:
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_of_a_bar_add_up_to_its_median() -> None:
+    assert sum(plot.parts(CELL).values()) == pytest.approx(0.2)
+    assert plot.parts(CELL)["transfer"] == pytest.approx(0.1)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plot.check_plot(None)
+    plot.check_plot(Path("bench.svg"))
+    with pytest.raises(OptionError, match=r"--plot bench\.jpg: the suffix says the format; known: png, svg, pdf"):
+        plot.check_plot(Path("bench.jpg"))
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match="pip install matplotlib"):
+        plot.check_plot(Path("bench.png"))
 
 
 def test_buckets_hold_every_tensor_once_and_split_none() -> None:

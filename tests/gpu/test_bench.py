@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -35,8 +36,33 @@ def test_one_gpu_shared_by_all(tmp_path: Path) -> None:
     assert [(cell["error"], cell["exact"]) for cell in report["cells"]] == [("", True)] * 4
     assert all(cell["floors"][name] > 0 for cell in report["cells"] for name in ("copy", "span", "nixl"))
     broadcast, gather = report["peers"]
-    assert "NCCL takes one rank a GPU" in broadcast["error"]
+    assert "NCCL takes one rank a GPU" in broadcast["reason"]
     assert (gather["error"], gather["exact"]) == ("", True)
+
+
+def test_every_peer_has_a_row_on_one_gpu(tmp_path: Path) -> None:
+    report = bench(
+        tmp_path,
+        "--gpus",
+        "shared",
+        "--trainer",
+        "fsdp:ranks=1",
+        "--kinds",
+        "mapped",
+        "--modes",
+        "live",
+        "--peers",
+        "all",
+    )
+    rows = {row["name"]: row for row in report["peers"]}
+    assert "NCCL takes one rank a GPU" in rows["broadcast"]["reason"]
+    assert "left out of all" in rows["disk"]["reason"]
+    for name in ("checkpoint-engine", "sharded_rdt"):
+        module = {"checkpoint-engine": "checkpoint_engine", "sharded_rdt": "vllm"}[name]
+        if importlib.util.find_spec(module) is None:
+            assert "not installed" in rows[name]["reason"]
+        else:
+            assert (rows[name]["error"], rows[name]["reason"], rows[name]["exact"]) == ("", "", True)
 
 
 def test_expandable_segments_are_said_and_auto_copes(tmp_path: Path) -> None:
@@ -60,4 +86,4 @@ def test_two_gpus(tmp_path: Path, gpus: str) -> None:
     assert report["placement"] == ([[0], [1]] if gpus == "separate" else [[0, 1], [0, 1]])
     broadcast, gather = report["peers"]
     assert (gather["error"], gather["exact"]) == ("", True)
-    assert broadcast["exact"] if gpus == "separate" else "NCCL takes one rank a GPU" in broadcast["error"]
+    assert broadcast["exact"] if gpus == "separate" else "NCCL takes one rank a GPU" in broadcast["reason"]

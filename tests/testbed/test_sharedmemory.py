@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import uuid
 from pathlib import Path
 
@@ -36,3 +37,13 @@ def test_only_what_appeared_since_and_nobody_has_is_removed(make):
         assert [path.exists() for path in (old, left, other, mapped)] == [True, False, True, True]
     sharedmemory.remove_since(before)
     assert not mapped.exists()
+
+
+def test_a_semaphore_that_its_maker_has_and_nobody_else_opened_stays():
+    before = sharedmemory.present()
+    semaphore = multiprocessing.get_context("spawn").Semaphore(1)
+    (path,) = [
+        one for one in sharedmemory.present() - before if one.name == f"sem.{semaphore._semlock.name.lstrip('/')}"
+    ]
+    sharedmemory.remove_since(before)
+    assert path.exists(), "a process that is started with it could not open it"

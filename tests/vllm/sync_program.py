@@ -86,6 +86,8 @@ class Run:
     def all(self) -> None:
         import ray
 
+        if self.settings.get("conformance"):
+            self.conformance()
         groups = self.settings.get("groups", [{}])
         for group in groups:
             self.join(self.trainers, group.get("cache", "reset"), group.get("options", {}))
@@ -105,6 +107,19 @@ class Run:
             self.worker_dies()
         else:
             ray.get([trainer.leave.remote() for trainer in self.trainers])
+
+    def conformance(self) -> None:
+        """The client keeps its protocol, with a checkpoint on disk as the trainer."""
+        from rdt_core import CheckpointSource, WeightSync
+        from rdt_core.testing import check_engine_client
+        from rdt_vllm import VllmRayEngine
+
+        source = CheckpointSource(self.folder / "start", dtype=getattr(torch, self.settings.get("dtype", "float32")))
+        began = time.time()
+        sync = WeightSync.join("conformance", source=source, rank=0, world_size=1, mode="bucket")
+        check_engine_client(VllmRayEngine(self.server, name="checked"), sync, sync.publish)
+        sync.leave()
+        self.results["conforms"] = time.time() - began
 
     def join(self, trainers: list[Any], cache: str, options: dict[str, Any]) -> None:
         import ray

@@ -22,8 +22,8 @@ CASES = {
     "qwen3": {},
     "qwen3-moe": {},
 }
-#: what these two have is in glm4-moe as well
-THOROUGH = ("qwen3", "qwen3-moe")
+#: what these have is in the others as well
+THOROUGH = ("llama", "qwen3", "qwen3-moe")
 
 
 @pytest.fixture(
@@ -49,6 +49,10 @@ def test_a_trace_writes_nothing_and_leaves_no_loader_wrapped(found):
     assert found["trace_wrote_nothing"]
     assert found["loaders_restored"]
     assert found["all_taken"]
+
+
+def test_it_keeps_the_protocol_of_landings(found):
+    assert found["conformance"] == "nothing"
 
 
 def test_only_modules_without_a_post_load_step_land_in_place(found):

@@ -63,7 +63,9 @@ def found(request: pytest.FixtureRequest, warm_vllm: Warm | None) -> dict[str, A
     """One engine start for all that can be asked of one engine: every group of it, then calls out of order."""
     kind, engine, groups = LONG_RUNS[request.param]
     failures = request.param == "tp1" or bool(os.environ.get("RDT_THOROUGH"))
-    found = sync(warm_vllm, kind=kind, engine=engine, groups=groups, in_flight=True, failures=failures)
+    found = sync(
+        warm_vllm, kind=kind, engine=engine, groups=groups, in_flight=True, failures=failures, conformance=failures
+    )
     return {**found, "groups": groups}
 
 
@@ -73,6 +75,10 @@ def test_every_group_is_exact(found):
     assert pairs >= {
         (group["options"]["mode"], *group["options"]["kinds"]) for group in found["groups"] if "cache" not in group
     }
+
+
+def test_the_client_keeps_its_protocol(found):
+    assert "conforms" in found or found["groups"] is not LONG_RUNS["tp1"][2]
 
 
 def test_digests_agree_with_vllms_own_checksums(found):

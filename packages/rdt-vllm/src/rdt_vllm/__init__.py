@@ -10,9 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rdt_core.distributions import check_release
+
 if TYPE_CHECKING:
     from .clients import VllmHttpEngine, VllmRayEngine
     from .engine import RdtInitInfo, RdtUpdateInfo, RdtWeightTransferEngine
+    from .interplay import vllm_source
     from .landing import VllmLanding
     from .plugin import register
     from .server import Generation, VllmServer, launch
@@ -31,7 +34,10 @@ __all__ = [
     "check_vllm",
     "launch",
     "register",
+    "vllm_source",
 ]
+
+check_release("rdt-vllm")
 
 _HOMES = {
     "Generation": "server",
@@ -46,6 +52,7 @@ _HOMES = {
     "check_vllm": "versions",
     "launch": "server",
     "register": "plugin",
+    "vllm_source": "interplay",
 }
 #: modules that cannot be imported without vLLM itself
 _NEED_VLLM = frozenset({"engine", "landing"})

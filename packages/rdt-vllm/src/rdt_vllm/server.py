@@ -140,7 +140,7 @@ class VllmServer:
         return seconds
 
     async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
-        """Stamps the engine with a version, and lets it generate, if it says `expected`; returns what it says before and after."""
+        """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
         before = await self._llm.get_weight_version()
         if before == expected:
             await self._llm.update_weight_version(version)

@@ -124,6 +124,9 @@ class Spoiled:
     def post(self) -> None:
         self._inner.post()
 
+    def poll(self) -> bool:
+        return self._inner.poll()
+
     def wait(self, deadline: float) -> None:
         self._inner.wait(deadline)
         self._spoil()

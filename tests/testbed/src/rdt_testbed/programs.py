@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import processes, sharedmemory, warm
+from . import cluster, processes, sharedmemory, warm
 
 #: both engines compile small functions of their samplers with a C++ compiler, 8 CPU seconds in each process
 _NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
@@ -45,8 +45,25 @@ SGLANG_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     **_NO_COMPILER,
 }
-#: imported once for all programs of an engine; see `warm`
+#: what Ray and its workers import beside Ray itself, which every process imports anew
+_RAY_MODULES = (
+    "google.protobuf.descriptor_pb2",
+    "google.protobuf.internal.builder",
+    "google.protobuf.text_format",
+    "filelock",
+    "jsonschema",
+    "msgpack",
+    "msgspec",
+    "psutil",
+    "requests",
+    "uvloop",
+    "yaml",
+)
+#: imported once for all of Ray's workers of tests without an engine; see `warm`
+CORE_MODULES = (*_RAY_MODULES, "torch", "torch.distributed.fsdp", "rdt_core.replica", "rdt_core.sync")
+#: imported once for all programs of an engine
 TRAINER_MODULES = (
+    *_RAY_MODULES,
     "torch",
     "transformers",
     "torch.distributed.fsdp",
@@ -87,17 +104,23 @@ def run(
         arguments: of the program.
         timeout_s: seconds after which it and everything below it is ended.
         environment: added to this process's.
-        fork: where the program, its Ray workers and its `multiprocessing` children are forked from; None: each starts anew.
+        fork: where the program, its Ray workers and its `multiprocessing` children are forked from; None: each starts anew,
+            and so does the Ray cluster.
 
     Raises:
         AssertionError: it failed, took too long, printed no JSON, or left processes behind (which are ended).
     """
     before = {process.pid for process in processes.descendants()}
     shared = sharedmemory.present()
-    variables = {warm.VARIABLE: fork.python} if fork else {}
+    variables = {**os.environ, **(environment or {})}
+    if fork:
+        variables[warm.VARIABLE] = fork.python
+        variables[cluster.VARIABLES] = " ".join(environment or {})
+    else:
+        variables.pop(cluster.STANDING, None)
     child = subprocess.Popen(
         [fork.python if fork else sys.executable, str(program), *arguments],
-        env={**os.environ, **(environment or {}), **variables},
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,6 +6,7 @@ one keeps its own.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _FOLDER = Path("/dev/shm")
@@ -22,11 +23,15 @@ def remove_since(before: set[Path]) -> None:
     """Removes what is there beside `before`, unless a process still has it."""
     if not (new := present() - before):
         return  # the maps of all processes take seconds
-    for path in new - _mapped():
-        path.unlink(missing_ok=True)
+    mapped = _mapped()
+    for path in new:
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino not in mapped:
+                path.unlink()
 
 
-def _mapped() -> set[Path]:
+def _mapped() -> set[int]:
+    """By inode: who makes a semaphore has it mapped under another name, which is gone."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -34,5 +39,5 @@ def _mapped() -> set[Path]:
         except OSError:  # the process has ended, or is not ours
             continue
         lines = text.splitlines() if f" {_FOLDER}/" in text else ()
-        found |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {_FOLDER}/" in line}
+        found |= {int(line.split(maxsplit=5)[4]) for line in lines if f" {_FOLDER}/" in line}
     return found

@@ -1,14 +1,17 @@
 """What stock vLLM needs to run the tests on a machine without a GPU; found by vLLM through entry points.
 
-Two things, each off unless its environment variable is 1: a CPU platform that admits Ray executors
-(`RDT_TESTBED_RAY_CPU`), and a mend for vLLM's CPU mixture-of-experts layers, which drop the experts' repacking on every
-weight update, its own `reload_weights` included (`RDT_TESTBED_CPU_MOE`). Never part of the product.
+Three things, each off unless its environment variable is set: a CPU platform that admits Ray executors
+(`RDT_TESTBED_RAY_CPU`), a mend for vLLM's CPU mixture-of-experts layers, which drop the experts' repacking on every
+weight update, its own `reload_weights` included (`RDT_TESTBED_CPU_MOE`), and vLLM's backend `sharded_rdt` on a CPU
+(`vllm_sharded`). Never part of the product.
 """
 
 from __future__ import annotations
 
 import os
 from typing import Any
+
+from . import vllm_sharded
 
 RAY_CPU = "RDT_TESTBED_RAY_CPU"
 CPU_MOE = "RDT_TESTBED_CPU_MOE"
@@ -24,6 +27,8 @@ def register() -> None:
     """Entry point of group `vllm.general_plugins`, called in every process of vLLM, some of them twice."""
     if os.environ.get(CPU_MOE) == "1":
         _repack_experts_on_updates()
+    if os.environ.get(vllm_sharded.VARIABLE):
+        vllm_sharded.prepare_worker()
 
 
 def _repack_experts_on_updates() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import psutil
 
 from .. import wire
 from ..errors import DeadlineError, RdtError
+from . import layouts
 from .options import BenchOptions
 from .placement import Placement, environment
 from .reader import EngineRank
@@ -42,6 +42,7 @@ class Fleet:
         device_name: as the source ranks say.
         expandable: whether their weights lie in expandable segments.
         in_group: whether the source ranks are in a process group.
+        agents: whether NIXL agents were made in these processes; each keeps a core busy until its process ends.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Fleet:
         self._folder = tempfile.TemporaryDirectory(prefix="rdt-bench-")
         self._numbers = itertools.count()
         self.in_group = False
+        self.agents = False
 
     def _actor(self, kind: type, gpu: int | None, *arguments: Any, expandable: bool = False) -> Any:
         import ray
@@ -77,10 +79,10 @@ class Fleet:
                 for rank, gpu in enumerate(self.placement.sources or (None,) * one.ranks)
             ]
         if new_readers:
-            settings = (one.tp, one.device, one.timeout_s)
+            spread = [layouts.EngineRank(one.engine, rank, one.tp, one.ep, one.pp) for rank in range(one.readers)]
             self.readers = [
-                self._actor(EngineRank, gpu, self._tensors, one.config, one.engine, rank, *settings)
-                for rank, gpu in enumerate(self.placement.readers or (None,) * one.tp)
+                self._actor(EngineRank, gpu, self._tensors, one.config, at, one.device, one.timeout_s)
+                for at, gpu in zip(spread, self.placement.readers or (None,) * one.readers, strict=True)
             ]
         if new_sources:
             answers = self.ask(self.sources, "ready")
@@ -153,7 +155,7 @@ class Fleet:
 
     def end(self) -> None:
         """Ends all of it. Idempotent."""
-        self.in_group = False
+        self.in_group = self.agents = False
         self.end_readers()
         self.end_sources()
 
@@ -163,14 +165,25 @@ class Fleet:
         self._folder.cleanup()
 
     def _end(self, actors: list[Any]) -> None:
-        import ray
+        end_actors(actors, self._pids.pop(id(actors), []))
 
-        for actor in actors:
-            ray.kill(actor)
-        until = time.monotonic() + _END_S
-        for pid in self._pids.pop(id(actors), []):
-            while psutil.pid_exists(pid) and time.monotonic() < until:
-                time.sleep(0.02)
+
+def end_actors(actors: Sequence[Any], pids: Sequence[int]) -> None:
+    """Kills actors and waits until their processes are gone, with what they held on a GPU.
+
+    Args:
+        actors: handles.
+        pids: of their processes.
+    """
+    import ray
+
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    for actor in actors:
+        ray.kill(actor)
+    psutil.wait_procs(processes, timeout=_END_S)
 
 
 class Stuck(DeadlineError):

@@ -1,4 +1,4 @@
-"""Runs a bench: every combination of modes, link kinds and packing, each beside its floors, then the peers.
+"""Runs a bench: every combination of modes, link kinds and packing, each beside its floors, then raw NIXL and the peers.
 
 A combination that fails is an error in its cell and hides no other; processes that may be in a bad state afterwards are
 replaced. What was measured is handed out after every piece, so that an interrupted run is not lost.
@@ -7,17 +7,16 @@ replaced. What was measured is handed out after every piece, so that an interrup
 from __future__ import annotations
 
 import itertools
-import tempfile
+import statistics
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from .. import wire
-from ..errors import RdtError
+from ..errors import DeadlineError, RdtError
 from ..receiver import DEFAULT_KINDS
 from ..shapes import checkpoint_tensors
 from . import digests
@@ -25,14 +24,15 @@ from .collectives import one_gpu_each
 from .fleet import Fleet, Stuck
 from .layouts import EngineModule
 from .options import BenchOptions, pack_bytes
+from .peering import KEPT_BYTES, Peers
 from .placement import place
-from .results import BenchReport, Cell, Floors, PeerRow, medians
+from .results import BenchReport, Cell, Floors, PeerRow, medians, over, p95
 from .tensorfile import nbytes
 
 _REPEATS = 5
-#: processes that hold more are made anew after a piece that may have left registered memory behind
-_KEPT_BYTES = 1 << 30
 
+#: bytes that each reader takes from each source rank
+_Wanted = tuple[tuple[tuple[int, int], ...], ...]
 Observe = Callable[[BenchReport, str], None]
 Spoil = Callable[[EngineModule], None]
 
@@ -63,17 +63,18 @@ class _Run:
     def __init__(self, options: BenchOptions, gpus: int, observe: Observe, spoil: Spoil | None) -> None:
         self.options = options
         self.tensors = checkpoint_tensors(options.model, layers=options.layers)
-        placement = place(options.gpus, gpus, options.ranks, options.tp)
+        placement = place(options.gpus, gpus, options.ranks, options.readers)
         self.fleet = Fleet(options, self.tensors, placement, gpus)
         self.observe, self.spoil = observe, spoil
         self.started = time.monotonic()
+        self.wanted: dict[int, _Wanted] = {}
         self.report = BenchReport(
             model=options.model,
             layers=options.layers,
             tensors=len(self.tensors),
             bytes=sum(map(nbytes, self.tensors)),
             trainer=f"fsdp:ranks={options.ranks}",
-            engine=f"{options.engine}:tp={options.tp}",
+            engine=options.layout,
             device=options.device,
             device_name=options.device,
             gpus=options.gpus if gpus else "",
@@ -88,16 +89,21 @@ class _Run:
                 cell = Cell(mode=mode, kind=kind, pack=pack, verify=verify)
                 done = self._piece(f"mode {mode}, links {kind}, {pack}, verify {verify}", cell, self._cell)
                 self.report = msgspec.structs.replace(self.report, cells=(*self.report.cells, done))
+            self._raw()
+            peers = Peers(one, self.fleet, self.report.bytes, self._exact)
             for name in one.peers:
-                row = self._piece(f"peer {name}", PeerRow(name=name), self._peer)
-                self.report = msgspec.structs.replace(self.report, peers=(*self.report.peers, row))
+                reason = peers.reason(name)
+                row = PeerRow(name=name, reason=reason)
+                measured = (row,) if reason else self._piece(f"peer {name}", row, peers.measure, start=peers.ours(name))
+                rows = measured if isinstance(measured, tuple) else (measured,)
+                self.report = msgspec.structs.replace(self.report, peers=(*self.report.peers, *rows))
             self.observe(self.report, "")
         finally:
             self.fleet.close()
         return self.report
 
-    def _piece(self, what: str, row: Any, measure: Callable[[Any], Any]) -> Any:
-        """Measures one row; an error becomes a part of it."""
+    def _piece(self, what: str, row: Any, measure: Callable[[Any], Any], start: bool = True) -> Any:
+        """Measures one row, in the bench's own processes or (not `start`) without them; an error becomes a part of it."""
         import ray
 
         self.observe(self.report, what)
@@ -107,8 +113,11 @@ class _Run:
                 row, error=f"not started: {elapsed:.0f} s had passed, the limit is {limit:.0f} s"
             )
         try:
-            self.fleet.start()
-            self.report = msgspec.structs.replace(self.report, device_name=self.fleet.device_name)
+            if start:
+                self.fleet.start()
+                self.report = msgspec.structs.replace(self.report, device_name=self.fleet.device_name)
+            else:
+                self.fleet.end()
             return measure(row)
         except (RdtError, ray.exceptions.RayError) as error:
             # whoever is in a process group may be waiting in a collective for a rank that failed
@@ -151,6 +160,11 @@ class _Run:
         fleet.ask(fleet.readers, "close")
         fleet.ask(fleet.sources, "leave")
         links = reports[-1].links
+        self.wanted[len(self.report.cells)] = _wanted(reports[-1])
+        slowest = [max(report.readers, key=_busy) for report in reports]
+        phases = [report.phases for report in reports]
+        reader_phases = [reader.phases for reader in slowest]
+        ranks = [_rank(reader) for reader in slowest]
         done = msgspec.structs.replace(
             cell,
             used_mode=reports[-1].mode,
@@ -162,14 +176,20 @@ class _Run:
             seconds=tuple(seconds for seconds, _ in taken[1:]),
             floors=floors,
             floor="span" if one.device == "cuda" and one.gpus != "shared" else "copy",
-            phases=medians(report.phases for report in reports),
-            reader_phases=medians(max(report.readers, key=_busy).phases for report in reports),
+            moving=tuple(_moving(*pair) for pair in zip(phases, reader_phases, strict=True)),
+            phases=medians(phases),
+            phases_p95=over(phases, p95),
+            reader_phases=medians(reader_phases),
+            reader_phases_p95=over(reader_phases, p95),
+            slowest=max(set(ranks), key=ranks.count),
             sent=tuple(sum(link.bytes for link in links if link.source == rank) for rank in range(one.ranks)),
             received=tuple(reader.bytes for reader in reports[-1].readers),
             exact=exact,
             notes=notes,
         )
-        if set(done.used_kinds) - {"mapped"} and self.report.bytes > _KEPT_BYTES:
+        if set(done.used_kinds) != {"mapped"}:
+            fleet.agents = True
+        if set(done.used_kinds) - {"mapped"} and self.report.bytes > KEPT_BYTES:
             fleet.end()
         return done
 
@@ -185,93 +205,95 @@ class _Run:
             for its_boxes, its_sums in zip(boxes, held, strict=True)
         )
 
+    # ------------------------------------------------------------------ floors
+
     def _floors(self, report: wire.SyncReport, before: float) -> tuple[Floors, tuple[str, ...]]:
-        fleet = self.fleet
+        """The copy and the span; raw NIXL as well where the processes have agents anyway."""
+        after = max(self.fleet.ask(self.fleet.readers, "copy_floor", _REPEATS))
+        found = {"copy": (before + after) / 2}
         notes = []
-        after = max(fleet.ask(fleet.readers, "copy_floor", _REPEATS))
-        found = {"copy": (before + after) / 2, "span": 0.0, "nixl": 0.0}
-        wanted = [{link.source: link.bytes for link in reader.links} for reader in _by_rank(report.readers)]
-        largest = [max((links.get(rank, 0) for links in wanted), default=0) for rank in range(self.options.ranks)]
         # an agent keeps a core busy for as long as its process lives: on a CPU only where the links made one anyway
         agents = self.options.device == "cuda" or {link.kind for link in report.links} != {"mapped"}
         for name in ("span", *(("nixl",) if agents else ())):
             try:
-                lent = fleet.wait(
-                    [
-                        source.lend.remote(nbytes, name == "nixl")
-                        for source, nbytes in zip(fleet.sources, largest, strict=True)
-                        if nbytes
-                    ],
-                    "lending scratch memory",
-                )
-                loans = dict(zip((rank for rank, nbytes in enumerate(largest) if nbytes), lent, strict=True))
-                calls = []
-                for reader, links in zip(fleet.readers, wanted, strict=True):
-                    given = [(loans[rank], nbytes) for rank, nbytes in sorted(links.items())]
-                    if name == "nixl":
-                        calls.append(reader.nixl_floor.remote(given, _REPEATS, self.options.timeout_s))
-                    else:
-                        calls.append(reader.span_floor.remote(given, _REPEATS))
-                found[name] = max(fleet.wait(calls, f"the floor {name}"))
+                found[name] = self._floor(name, _wanted(report))
             except RdtError as error:
                 if isinstance(error, Stuck):
                     raise
                 notes.append(f"floor {name}: {error}")
         return Floors(**found), tuple(notes)
 
-    # ------------------------------------------------------------------ peers
-
-    def _peer(self, row: PeerRow) -> PeerRow:
-        one, fleet = self.options, self.fleet
-        sources, readers = fleet.placement.sources, fleet.placement.readers
-        if row.name == "broadcast":
-            one_gpu_each((*sources, *readers), "source ranks and engine ranks")
-        elif one.ranks > 1:
-            one_gpu_each(sources, "source ranks, whose shards must be gathered,")
-        fleet.enter(readers=row.name == "broadcast")
-        seconds = []
-        for _ in range(one.peer_rounds + 1):
-            fleet.ask(fleet.sources, "change")
-            seconds.append(getattr(self, f"_{row.name}")())
-        done = msgspec.structs.replace(
-            row, bytes=self.report.bytes, first_s=seconds[0], seconds=tuple(seconds[1:]), exact=self._exact()
+    def _floor(self, name: str, wanted: _Wanted) -> float:
+        fleet = self.fleet
+        largest = [max((dict(links).get(rank, 0) for links in wanted), default=0) for rank in range(self.options.ranks)]
+        lent = fleet.wait(
+            [
+                source.lend.remote(nbytes, name == "nixl")
+                for source, nbytes in zip(fleet.sources, largest, strict=True)
+                if nbytes
+            ],
+            "lending scratch memory",
         )
-        fleet.exit()
-        if self.report.bytes > _KEPT_BYTES:
-            fleet.end()
-        return done
+        loans = dict(zip((rank for rank, nbytes in enumerate(largest) if nbytes), lent, strict=True))
+        calls = []
+        for reader, links in zip(fleet.readers, wanted, strict=True):
+            given = [(loans[rank], nbytes) for rank, nbytes in links]
+            if name == "nixl":
+                calls.append(reader.nixl_floor.remote(given, _REPEATS, self.options.timeout_s))
+            else:
+                calls.append(reader.span_floor.remote(given, _REPEATS))
+        return float(max(fleet.wait(calls, f"the floor {name}")))
 
-    def _send(self, name: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-        return [source.send.remote(name, given) for source, given in zip(self.fleet.sources, arguments, strict=True)]
+    def _raw(self) -> None:
+        """Gives every cell raw NIXL of its bytes: measured beside a cell of the same bytes, or now."""
+        cells = list(self.report.cells)
+        seen: dict[_Wanted, list[float]] = {}
+        for number, wanted in self.wanted.items():
+            if cells[number].floors.nixl:
+                seen.setdefault(wanted, []).append(cells[number].floors.nixl)
+        failed: dict[_Wanted, str] = {}
+        for number, wanted in self.wanted.items():
+            cell = cells[number]
+            if cell.floors.nixl or cell.notes:
+                continue
+            if wanted not in seen and wanted not in failed:
+                try:
+                    seen[wanted] = [self._raw_nixl(wanted)]
+                except RdtError as error:
+                    failed[wanted] = f"floor nixl: {error}"
+            if wanted in seen:
+                floors = msgspec.structs.replace(cell.floors, nixl=statistics.median(seen[wanted]))
+                cells[number] = msgspec.structs.replace(cell, floors=floors)
+            else:
+                cells[number] = msgspec.structs.replace(cell, notes=(failed[wanted],))
+        self.report = msgspec.structs.replace(self.report, cells=tuple(cells))
 
-    def _broadcast(self) -> float:
-        calls = self._send("broadcast", [{}] * self.options.ranks)
-        calls += [reader.receive_broadcast.remote() for reader in self.fleet.readers]
-        return float(max(self.fleet.wait(calls, "broadcast")))
-
-    def _pullers(self) -> list[dict[str, Any]]:
-        """Which engine ranks pull from which source rank: in turn, so that all source ranks serve."""
-        ranks = self.options.ranks
-        return [{"readers": self.fleet.readers[rank::ranks]} for rank in range(ranks)]
-
-    def _gather(self) -> float:
-        arguments = [given | {"bucket_bytes": self.options.bucket_bytes} for given in self._pullers()]
-        return float(max(self.fleet.wait(self._send("gather", arguments), "gather")))
-
-    def _objects(self) -> float:
-        return float(max(self.fleet.wait(self._send("objects", self._pullers()), "objects")))
-
-    def _disk(self) -> float:
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        with tempfile.TemporaryDirectory(prefix="rdt-bench-", dir=folder) as made:
-            path = str(Path(made) / "model.safetensors")
-            written = max(self.fleet.wait(self._send("disk", [{"path": path}] * self.options.ranks), "disk"))
-            return float(written + max(self.fleet.ask(self.fleet.readers, "receive_disk", path)))
+    def _raw_nixl(self, wanted: _Wanted) -> float:
+        elapsed, limit = time.monotonic() - self.started, self.options.limit_s
+        if limit and elapsed > limit:
+            raise DeadlineError(f"not started: {elapsed:.0f} s had passed, the limit is {limit:.0f} s")
+        try:
+            self.fleet.start()
+            return self._floor("nixl", wanted)
+        finally:
+            # its agents would keep cores busy from here on
+            self.fleet.end()
 
 
-def _by_rank(readers: Sequence[wire.ReaderReport]) -> list[wire.ReaderReport]:
-    return sorted(readers, key=lambda reader: int(reader.reader.rpartition("/")[2]))
+def _wanted(report: wire.SyncReport) -> _Wanted:
+    readers = sorted(report.readers, key=_rank)
+    return tuple(tuple(sorted((link.source, link.bytes) for link in reader.links)) for reader in readers)
+
+
+def _rank(reader: wire.ReaderReport) -> int:
+    return int(reader.reader.rpartition("/")[2])
 
 
 def _busy(reader: wire.ReaderReport) -> float:
     return sum(seconds for name, seconds in reader.phases.items() if name != "wait")
+
+
+def _moving(phases: dict[str, float], reader: dict[str, float]) -> float:
+    # of the filling of arenas and buckets only what readers waited for: the rest runs beside their transfers
+    filled = min(phases.get("write", 0.0), reader.get("wait", 0.0))
+    return filled + reader.get("transfer", 0.0) + reader.get("land", 0.0)

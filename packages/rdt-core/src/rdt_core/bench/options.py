@@ -6,20 +6,21 @@ size that does not divide the model, GPUs that are not there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..demo.options import OptionError, Spec, parse_spec
 from ..errors import SourceError
+from ..notation import ENGINES, OptionError, Spec, engine_spec, only, trainer_spec
 from ..publisher import DEFAULT_BUCKET_BYTES, MODES
 from ..receiver import DEFAULT_KINDS
 from ..shapes import Config, checkpoint_tensors, config_of
 from .tensorfile import nbytes
 
 KINDS = (*DEFAULT_KINDS, "auto")
-PEERS = ("broadcast", "gather", "disk", "objects")
+PEERS = ("broadcast", "disk", "gather", "objects", "checkpoint-engine", "sharded_rdt")
 GPUS = ("auto", "separate", "shared", "together")
-ENGINES = ("vllm", "sglang")
 PACKS = ("default", "direct", "packed")
+PLOTS = ("png", "svg", "pdf")
 #: what `--peers all` leaves out above: a copy on tmpfs of this many bytes, an object for each of this many tensors
 DISK_BYTES = 4 << 30
 OBJECT_TENSORS = 2_000
@@ -35,14 +36,15 @@ class BenchOptions:
         layers: keep only so many decoder layers; 0 keeps all.
         ranks: source ranks, sharded by rows as FSDP2 shards.
         engine: whose parameter layout the readers have: "vllm" or "sglang".
-        tp: engine ranks of the one replica, tensor-parallel.
+        tp, ep, pp: of the one replica (see `layouts.EngineRank`).
         device: "cpu" or "cuda".
         gpus: "separate" (trainers on the first half of the GPUs, engine ranks on the others), "together" (each GPU holds
             one of both), "shared" (all on one GPU), "auto" (separate where there are two, else shared).
         modes, kinds, packs: what is combined; a pack is "default" (the kind's own threshold), "direct" (nothing is
             packed), "packed" (everything that can be) or a number of bytes.
         verifies: how much of each sync is compared by digests; combined as well: "off", "sample", "full".
-        peers: names out of `PEERS`.
+        peers: names out of `PEERS`, or of plug-ins.
+        left_out: peers that `--peers all` has a row for and does not run here, each with the reason.
         rounds, peer_rounds: syncs after the first, for each combination and for each peer.
         expandable: whether trainers allocate with expandable segments.
         collectives: whether the trainers' own collectives run while syncs run.
@@ -56,6 +58,8 @@ class BenchOptions:
     ranks: int = 2
     engine: str = "vllm"
     tp: int = 1
+    ep: int = 1
+    pp: int = 1
     device: str = "cpu"
     gpus: str = "auto"
     modes: tuple[str, ...] = MODES[1:]
@@ -63,6 +67,7 @@ class BenchOptions:
     packs: tuple[str, ...] = ("default",)
     verifies: tuple[str, ...] = ("off",)
     peers: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
     rounds: int = 5
     peer_rounds: int = 3
     expandable: bool = False
@@ -75,6 +80,17 @@ class BenchOptions:
     def config(self) -> Config:
         """Of the model, with the layers that are kept."""
         return config_of(self.model, self.layers)
+
+    @property
+    def readers(self) -> int:
+        """Engine ranks."""
+        return self.tp * self.pp
+
+    @property
+    def layout(self) -> str:
+        """The engine and the sizes that are not 1, as `--engine` takes them."""
+        sizes = {"tp": self.tp, "ep": self.ep, "pp": self.pp}
+        return f"{self.engine}:" + ",".join(f"{key}={size}" for key, size in sizes.items() if size > 1 or key == "tp")
 
     def check(self, gpus: int = 0) -> BenchOptions:
         """Returns the options with "auto" placement decided.
@@ -92,13 +108,15 @@ class BenchOptions:
         for option, text, known in (
             ("--device", self.device, ("cpu", "cuda")),
             ("--gpus", self.gpus, GPUS),
-            ("--engine", self.engine, ENGINES),
+            ("--engine", self.engine, tuple(ENGINES)),
         ):
             if text not in known:
                 raise OptionError(f"{option} {text!r} is unknown; known: {', '.join(known)}")
         for option, least, value in (
             ("--trainer fsdp:ranks", 1, self.ranks),
             ("--engine tp", 1, self.tp),
+            ("--engine ep", 1, self.ep),
+            ("--engine pp", 1, self.pp),
             ("--rounds", 1, self.rounds),
             ("--peer-rounds", 1, self.peer_rounds),
             ("--bucket-bytes", 1, self.bucket_bytes),
@@ -118,33 +136,50 @@ class BenchOptions:
             raise OptionError(f"--gpus {self.gpus} needs two GPUs, and torch sees {gpus} here; --gpus shared needs one")
         return replace(self, gpus=("separate" if gpus > 1 else "shared") if self.gpus == "auto" else self.gpus)
 
-    def with_peers(self, text: str) -> BenchOptions:
-        """Reads `--peers`: "none", "all" (what makes sense for this device and model), or names.
+    def with_peers(self, text: str, plugins: Sequence[str] = ()) -> BenchOptions:
+        """Reads `--peers`: "none", "all" (those that make no sense here are left out, with the reason), or names.
+
+        Args:
+            text: of the option.
+            plugins: names of peers that other packages supply.
 
         Raises:
             OptionError: an unknown name or model.
         """
+        known = tuple(dict.fromkeys((*PEERS, *plugins)))
         if text == "none":
-            return replace(self, peers=())
+            return replace(self, peers=(), left_out=())
         if text != "all":
-            return replace(self, peers=names(text, PEERS, "--peers"))
+            return replace(self, peers=names(text, known, "--peers"), left_out=())
         try:
             tensors = checkpoint_tensors(self.model, layers=self.layers)
         except SourceError as error:
             raise OptionError(f"--model, --layers: {error}") from error
-        small = sum(map(nbytes, tensors)) <= DISK_BYTES
-        sensible = {"disk": self.device == "cpu" and small, "objects": len(tensors) <= OBJECT_TENSORS}
-        return replace(self, peers=tuple(peer for peer in PEERS if sensible.get(peer, True)))
+        held = sum(map(nbytes, tensors))
+        left_out: list[tuple[str, str]] = []
+        if self.device != "cpu" or held > DISK_BYTES:
+            left_out.append(("disk", f"{held / 1e9:.1f} GB through a file on tmpfs; --peers disk measures it"))
+        if len(tensors) > OBJECT_TENSORS:
+            left_out.append(("objects", f"an object for each of {len(tensors)} tensors; --peers objects measures it"))
+        return replace(self, peers=known, left_out=tuple(left_out))
 
     def _divides(self, config: Config) -> None:
+        if self.tp % self.ep:
+            raise OptionError(f"--engine ep={self.ep} does not divide tp={self.tp}")
+        if self.ep > 1 and (not config.experts or config.experts % self.ep):
+            raise OptionError(f"--engine ep={self.ep} does not divide the {config.experts} experts of {self.model}")
+        if self.pp > config.layers:
+            raise OptionError(f"--engine pp={self.pp}: {self.model} has {config.layers} layers here")
         sizes = {"attention heads": config.heads, "rows of the MLP": config.intermediate}
         if not config.kv_lora and config.kv_heads > self.tp:
             sizes["key-value heads"] = config.kv_heads
-        if config.experts:
-            sizes["rows of an expert"] = config.expert_intermediate
         for what, count in sizes.items():
             if count % self.tp:
                 raise OptionError(f"--engine tp={self.tp} does not divide the {count} {what} of {self.model}")
+        if config.experts and config.expert_intermediate % (self.tp // self.ep):
+            raise OptionError(
+                f"--engine tp={self.tp} does not divide the {config.expert_intermediate} rows of an expert of {self.model}"
+            )
         if not config.kv_lora and config.kv_heads < self.tp and self.tp % config.kv_heads:
             raise OptionError(
                 f"--engine tp={self.tp} is no multiple of the {config.kv_heads} key-value heads of {self.model}"
@@ -180,9 +215,9 @@ def names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
 
 def trainer(text: str) -> Spec:
     """Reads `--trainer fsdp:ranks=N`."""
-    return parse_spec("--trainer", text, ("fsdp",), {"ranks": 2})
+    return only("--trainer", trainer_spec(text), ("fsdp",), ("ranks",), "rdt bench")
 
 
 def engine(text: str) -> Spec:
-    """Reads `--engine vllm:tp=N`."""
-    return parse_spec("--engine", text, ENGINES, {"tp": 1})
+    """Reads `--engine vllm:tp=N,ep=N,pp=N`."""
+    return only("--engine", engine_spec(text), tuple(ENGINES), ("tp", "ep", "pp"), "rdt bench")

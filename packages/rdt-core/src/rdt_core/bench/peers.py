@@ -1,9 +1,10 @@
 """Other ways to move the same weights into the same readers, for comparison in the same run.
 
 `broadcast` sends each full checkpoint tensor to all engine ranks by NCCL or Gloo; `gather` fills a staging bucket with
-full tensors, makes a Ray object of it and lets the engine ranks pull; `objects` makes a Ray object of each tensor;
-`disk` goes through a safetensors file on tmpfs. Each ends in the engine's own `load_weights` with full tensors, and with
-several source ranks each begins with an all-gather. They imitate the manner of such designs, not anyone's code.
+full tensors, makes a Ray object of it and lets the engine ranks pull; `objects` makes a Ray object of each tensor; `disk`
+goes through a safetensors file on tmpfs; `checkpointengine` has the package of that name. Each ends in the engine's own
+`load_weights` with full tensors, and with several source ranks each begins with an all-gather. All but the last imitate the
+manner of such designs, not anyone's code.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .. import wire
 from ..errors import TransportError
 from ..memory import ALIGNMENT, Arena, settle
 from ..transport.prepared import Registry
+from . import checkpointengine
 from .collectives import Group
 from .layouts import EngineModule
 from .tensorfile import nbytes, read, write_header, write_tensor
@@ -81,6 +83,7 @@ class Sender:
         self._device, self._timeout_s = device, timeout_s
         self._slots: list[Arena] = []
         self._registry = Registry()
+        self._parameters: checkpointengine.Parameters | None = None
 
     def _full(self, index: int) -> torch.Tensor:
         return self._group.gather(self._source.padded[index], self._source.tensors[index].shape, self._world_size)
@@ -152,6 +155,22 @@ class Sender:
             if readers:
                 refs = [ray.put(full, _tensor_transport="nixl") for full in fulls]
                 ray.get([reader.take_objects.remote(refs, numbers) for reader in readers], timeout=self._timeout_s)
+
+    def checkpoint_engine(self, port: int, reader: Any) -> None:
+        """Every rank hands its share of the full tensors to the package, which brings all of them to every engine rank.
+
+        Args:
+            port: of the package's store.
+            reader: handle of the engine rank on this rank's GPU.
+        """
+        if self._parameters is None:
+            self._parameters = checkpointengine.Parameters(self._rank, self._world_size, port)
+        held: dict[str, torch.Tensor] = {}
+        for index, meta in enumerate(self._source.tensors):
+            full = self._full(index)
+            if index % self._world_size == self._rank:
+                held[meta.name] = full
+        self._parameters.update(held, reader, self._timeout_s)
 
 
 class Taker:

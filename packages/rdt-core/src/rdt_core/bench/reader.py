@@ -18,7 +18,7 @@ from ..errors import EngineError
 from ..memory import settle
 from ..replica import ModuleWorker
 from ..shapes import Config
-from . import layouts
+from . import checkpointengine, layouts
 from .collectives import Group, make_group
 from .digests import Box, collect
 from .floors import Loan, Scratch
@@ -37,9 +37,7 @@ class EngineRank(ModuleWorker):
     Args:
         tensors: of the checkpoint.
         config: their model's.
-        engine: "vllm" or "sglang".
-        rank: engine rank.
-        tp: engine ranks.
+        at: the engine rank among its others.
         device: "cpu" or "cuda".
         timeout_s: of every wait of a peer.
     """
@@ -48,15 +46,13 @@ class EngineRank(ModuleWorker):
         self,
         tensors: Sequence[wire.TensorMeta],
         config: Config,
-        engine: str,
-        rank: int,
-        tp: int,
+        at: layouts.EngineRank,
         device: str,
         timeout_s: float,
     ) -> None:
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
-        self.layout = EngineModule(tensors, config, layouts.EngineRank(engine, rank, tp), str(self.device))
-        super().__init__(lambda: self.layout, rank, tp, _load)
+        self.layout = EngineModule(tensors, config, at, str(self.device))
+        super().__init__(lambda: self.layout, at.rank, at.tp * at.pp, _load)
         self._scratch = Scratch(self.device)
         self._taker = Taker(self.layout, tensors, self.device, timeout_s)
         self._group: Group | None = None
@@ -121,6 +117,10 @@ class EngineRank(ModuleWorker):
     def take_bucket(self, refs: Sequence[Any], number: int, bucket_bytes: int) -> None:
         """See `Taker.bucket`."""
         self._taker.bucket(refs, number, bucket_bytes)
+
+    def take_checkpoint_engine(self, handles: dict[str, str]) -> None:
+        """See `checkpointengine.receive`."""
+        checkpointengine.receive(handles, self.device, self.layout.load_weights)
 
     def take_objects(self, refs: Sequence[Any], numbers: Sequence[int]) -> None:
         """See `Taker.objects`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ class Floors(wire.Struct, frozen=True):
     Attributes:
         copy: one copy of a reader's bytes inside its device.
         span: one mapped copy of the same bytes from each owner's memory, a single span a link, all links at once.
-        nixl: the same by one prepared NIXL transfer a link.
+        nixl: the same by one NIXL transfer a link, posted and waited for without any call of Ray (raw NIXL).
     """
 
     copy: float = 0.0
@@ -44,8 +44,11 @@ class Cell(wire.Struct, frozen=True):
         seconds: the later ones, each the longest that a source rank took.
         floors: measured beside it, of the slowest reader.
         floor: which of them `ratio` is over.
-        phases: of the trainer, medians over the later syncs.
-        reader_phases: of the slowest reader of each sync, medians likewise.
+        moving: of each later sync the time in which bytes moved: the slowest reader's transfer and landing, and the filling
+            of arenas and buckets that it waited for.
+        phases, phases_p95: of the trainer, over the later syncs.
+        reader_phases, reader_phases_p95: of the slowest reader of each sync, likewise.
+        slowest: the engine rank that most often was the slowest.
         sent, received: bytes a sync by source rank and by engine rank.
         exact: whether every reader held the trainer's bytes after the last sync.
         notes: floors that could not be measured, and why.
@@ -65,13 +68,22 @@ class Cell(wire.Struct, frozen=True):
     seconds: tuple[float, ...] = ()
     floors: Floors = Floors()
     floor: str = "copy"
+    moving: tuple[float, ...] = ()
     phases: dict[str, float] = msgspec.field(default_factory=dict)
+    phases_p95: dict[str, float] = msgspec.field(default_factory=dict)
     reader_phases: dict[str, float] = msgspec.field(default_factory=dict)
+    reader_phases_p95: dict[str, float] = msgspec.field(default_factory=dict)
+    slowest: int = 0
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     exact: bool = False
     notes: tuple[str, ...] = ()
     error: str = ""
+
+    @property
+    def overhead_s(self) -> float:
+        """Median of what a later sync took beyond the moving of its bytes, in seconds; NaN without syncs."""
+        return p50([total - moving for total, moving in zip(self.seconds, self.moving, strict=True)])
 
     @property
     def floor_s(self) -> float:
@@ -84,16 +96,30 @@ class PeerRow(wire.Struct, frozen=True):
 
     Attributes:
         name: of the peer.
+        what: that `seconds` holds, where it is not the move alone.
+        inside: real engine that received, with its version; empty: the bench's own engine ranks.
         bytes: of the checkpoint, which every engine rank takes its part of.
-        first_s, seconds, exact, error: as in `Cell`.
+        phases: medians over the later syncs, where the peer tells any.
+        reason: why it cannot run here, or is left out; empty if it was measured. Nothing was tried then.
+        first_s, seconds, exact, notes, error: as in `Cell`.
     """
 
     name: str
+    what: str = ""
+    inside: str = ""
     bytes: int = 0
+    phases: dict[str, float] = msgspec.field(default_factory=dict)
     first_s: float = 0.0
     seconds: tuple[float, ...] = ()
     exact: bool = False
+    notes: tuple[str, ...] = ()
+    reason: str = ""
     error: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name, and the engine where it is a real one."""
+        return f"{self.name}, in {self.inside}" if self.inside else self.name
 
 
 class BenchReport(wire.Struct, frozen=True):
@@ -130,12 +156,16 @@ class BenchReport(wire.Struct, frozen=True):
     @property
     def exact(self) -> bool:
         """Whether everything that ran held the right bytes."""
-        return all(row.exact or row.error for row in self.rows)
+        return all(row.exact or _silent(row) for row in self.rows)
 
     @property
     def failed(self) -> bool:
         """Whether nothing ran at all."""
-        return all(row.error for row in self.rows)
+        return all(_silent(row) for row in self.rows)
+
+
+def _silent(row: Cell | PeerRow) -> bool:
+    return bool(row.error or (isinstance(row, PeerRow) and row.reason))
 
 
 def p50(seconds: Sequence[float]) -> float:
@@ -161,21 +191,24 @@ def ratio(row: Cell) -> float:
 
 def medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
     """Median of each key; 0 stands where a row has none."""
+    return over(rows, statistics.median)
+
+
+def over(rows: Iterable[dict[str, float]], what: Callable[[list[float]], float]) -> dict[str, float]:
+    """`what` of the values of each key; 0 stands where a row has none."""
     listed = list(rows)
-    return {
-        key: statistics.median(row.get(key, 0.0) for row in listed)
-        for key in dict.fromkeys(k for r in listed for k in r)
-    }
+    keys = dict.fromkeys(key for row in listed for key in row)
+    return {key: what([row.get(key, 0.0) for row in listed]) for key in keys}
 
 
 def to_dict(report: BenchReport) -> dict[str, Any]:
-    """Returns the report as plain JSON types, with p50, p95, GB/s and ratio beside the numbers that they come from."""
+    """Returns the report as plain JSON types, with p50, p95, GB/s, ratio and overhead beside the numbers that they come from."""
     plain: dict[str, Any] = msgspec.to_builtins(report)
     for row, one in zip(report.rows, (*plain["cells"], *plain["peers"]), strict=True):
         one |= {"p50": _finite(p50(row.seconds)), "p95": _finite(p95(row.seconds))}
         one["gbps"] = None if one["p50"] is None else row.bytes / 1e9 / one["p50"]
         if isinstance(row, Cell):
-            one["ratio"] = _finite(ratio(row))
+            one |= {"ratio": _finite(ratio(row)), "overhead": _finite(row.overhead_s)}
     return plain
 
 

@@ -10,24 +10,31 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ..report import write_json
 from .measure import run
 from .options import BenchOptions
+from .plot import check_plot, draw
 from .results import BenchReport, Cell, PeerRow, p50, p95, ratio, to_dict
 
 _WIDTH = 200
 _ERROR = 400
+_OVERHEAD = (
+    "overhead: p50 of what a sync took beyond the moving of its bytes (the slowest reader's transfer and landing, and the "
+    "filling of arenas that it waited for)"
+)
 
 
-def bench_command(target: Any, options: BenchOptions, json_file: str = "") -> int:
+def bench_command(target: Any, options: BenchOptions, json_file: str = "", plot: Path | None = None) -> int:
     """Starts Ray, measures, prints to `target`.
 
     Args:
         target: where the tables go, or the JSON.
         options: what to measure.
         json_file: where the report goes as JSON too; "-" prints it to `target` instead of tables; empty: nowhere.
+        plot: where a picture of it goes; None draws none.
 
     Returns:
         Exit status: 1 if bytes were not exact or nothing ran, else 0.
@@ -41,6 +48,7 @@ def bench_command(target: Any, options: BenchOptions, json_file: str = "") -> in
 
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     options = options.check(gpus)
+    check_plot(plot)
     latest: list[BenchReport] = []
     try:
         with _progress(options) as advance:
@@ -67,6 +75,8 @@ def bench_command(target: Any, options: BenchOptions, json_file: str = "") -> in
             console = Console(file=target, width=None if target.isatty() else _WIDTH)
             for one in tables(latest[0]):
                 console.print(one)
+        if latest and plot is not None:
+            draw(latest[0], plot)
     return 0 if latest[0].exact and not latest[0].failed else 1
 
 
@@ -114,7 +124,19 @@ def _cells(report: BenchReport) -> Any:
     _columns(
         made,
         ("mode", "links", "pack", "verify"),
-        ("first ms", "p50 ms", "p95 ms", "MB", "GB/s", "copy ms", "span ms", "nixl ms", "ratio", "exact"),
+        (
+            "first ms",
+            "p50 ms",
+            "p95 ms",
+            "MB",
+            "GB/s",
+            "copy ms",
+            "span ms",
+            "raw NIXL ms",
+            "ratio",
+            "overhead ms",
+            "exact",
+        ),
     )
     for cell in report.cells:
         head = (
@@ -134,12 +156,15 @@ def _cells(report: BenchReport) -> Any:
             f"{cell.bytes / 1e9 / p50(cell.seconds):.1f}",
             *(_ms(value) if value else "" for value in floors),
             f"{ratio(cell):.2f} x {cell.floor}",
+            _ms(cell.overhead_s),
             "yes" if cell.exact else "NO",
         )
+    said = [_OVERHEAD]
     if any(cell.expandable for cell in report.cells):
-        made.caption = "source ranks allocate in expandable segments"
+        said.append("source ranks allocate in expandable segments")
     if any(cell.collectives for cell in report.cells):
-        made.caption = f"{made.caption or ''} all-reduces of the source ranks run while they publish".strip()
+        said.append("all-reduces of the source ranks run while they publish")
+    made.caption = "\n".join(said)
     return made
 
 
@@ -148,10 +173,12 @@ def _phases(report: BenchReport) -> Any:
 
     trainer = list(dict.fromkeys(name for cell in report.cells for name in cell.phases if name != "total"))
     reader = list(dict.fromkeys(name for cell in report.cells for name in cell.reader_phases))
-    made = Table(title="where the time goes, p50 in ms: the trainer's phases, the slowest reader's (r:), MB a rank")
-    _columns(
-        made, ("mode", "links", "pack", "verify"), (*trainer, *(f"r:{name}" for name in reader), "sent", "received")
+    made = Table(
+        title="where the time goes, p50/p95 in ms: the trainer's phases, those of the slowest reader (r:) and its rank, "
+        "MB sent and received by each rank"
     )
+    names = (*trainer, *(f"r:{name}" for name in reader), "slowest", "sent", "received")
+    _columns(made, ("mode", "links", "pack", "verify"), names)
     for cell in report.cells:
         if cell.error:
             continue
@@ -160,8 +187,9 @@ def _phases(report: BenchReport) -> Any:
             cell.kind,
             cell.pack,
             cell.verify,
-            *(_ms(cell.phases[name]) if name in cell.phases else "" for name in trainer),
-            *(_ms(cell.reader_phases[name]) if name in cell.reader_phases else "" for name in reader),
+            *(_both(cell.phases, cell.phases_p95, name) for name in trainer),
+            *(_both(cell.reader_phases, cell.reader_phases_p95, name) for name in reader),
+            str(cell.slowest),
             " ".join(f"{nbytes / 1e6:.1f}" for nbytes in cell.sent),
             " ".join(f"{nbytes / 1e6:.1f}" for nbytes in cell.received),
         )
@@ -175,18 +203,26 @@ def _peers(report: BenchReport) -> Any:
     from rich.table import Table
 
     best = min((p50(cell.seconds) for cell in report.cells if cell.exact and cell.seconds), default=0.0)
-    made = Table(title="other ways, same bytes, same readers")
-    _columns(made, ("peer",), ("first ms", "p50 ms", "p95 ms", "GB/s", "over the fastest sync", "exact"))
+    made = Table(
+        title="other ways, same bytes: into the same readers, or into the real engine named (rdt beside them there)"
+    )
+    made.add_column("peer")
+    _columns(made, (), ("first ms", "p50 ms", "p95 ms", "GB/s", "over the fastest sync", "exact"))
+    # reasons and what was measured are sentences
+    made.add_column("what, or why not", overflow="fold")
     for row in report.peers:
-        if row.error:
-            made.add_row(row.name, _short(row.error))
+        if row.error or row.reason:
+            said = _short(row.error) if row.error else f"cannot run here: {row.reason}"
+            made.add_row(row.label, *[""] * 6, said)
             continue
+        phases = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in row.phases.items() if name != "total")
         made.add_row(
-            row.name,
+            row.label,
             *_times(row),
             f"{row.bytes / 1e9 / p50(row.seconds):.1f}",
-            f"{p50(row.seconds) / best:.1f} x" if best else "",
+            f"{p50(row.seconds) / best:.1f} x" if best and not row.inside else "",
             "yes" if row.exact else "NO",
+            "; ".join(filter(None, (row.what, phases, *row.notes))),
         )
     return made
 
@@ -206,6 +242,14 @@ def _times(row: Cell | PeerRow) -> tuple[str, str, str]:
 def _short(error: str) -> str:
     # the report has all of it
     return error if len(error) <= _ERROR else f"{error[:_ERROR]}…"
+
+
+def _both(middle: dict[str, float], high: dict[str, float], name: str) -> str:
+    if name not in middle:
+        return ""
+    # two numbers in a narrow column: a tenth of a millisecond says nothing beside hundreds
+    pair = (1e3 * middle[name], 1e3 * high.get(name, 0.0))
+    return "/".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in pair)
 
 
 def _ms(seconds: float) -> str:

@@ -178,7 +178,7 @@ class SourceRank:
             raise SourceError(f"peer {peer!r} needs a process group; enter one first")
         settle(self.device)
         started = time.perf_counter()
-        getattr(self._sender, peer)(**arguments)
+        getattr(self._sender, peer.replace("-", "_"))(**arguments)
         settle(self.device)
         return time.perf_counter() - started
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..demo.options import OptionError, parse_spec
 from ..errors import SourceError
+from ..notation import OptionError, engine_spec, trainer_spec
 from ..shapes import MODELS, Config, config_of, read_config
 from .cluster import PLACEMENTS, Cluster
 from .megatron import MegatronLayout
 from .readers import LANDINGS, EngineLayout
 from .trainers import MODES, FsdpLayout
-
-_FSDP = {"ranks": 2, "replicas": 1, "apart": 0}
-_MEGATRON = {"ranks": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "vpp": 1, "first": 0, "last": 0}
-_ENGINE = {"tp": 1, "ep": 1, "pp": 1, "replicas": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +99,10 @@ def read_options(
         config = replace(config, layers=layers) if layers else config
     except SourceError as error:
         raise OptionError(f"--model, --layers: {error}") from error
-    kind = trainer.partition(":")[0]
-    spec = parse_spec("--trainer", trainer, ("fsdp", "megatron"), _FSDP if kind == "fsdp" else _MEGATRON)
+    spec, wanted = trainer_spec(trainer), engine_spec(engine)
     sizes = dict(spec.settings)
-    wanted = parse_spec("--engine", engine, ("vllm", "sglang"), _ENGINE)
     layout: FsdpLayout | MegatronLayout
-    if kind == "fsdp":
+    if spec.name == "fsdp":
         layout = FsdpLayout(sizes["ranks"], sizes["replicas"], bool(sizes["apart"]))
     else:
         layout = MegatronLayout(

@@ -66,6 +66,7 @@ class Runner:
         kinds: Sequence[str] = (),
         stop_at: int = 1,
         say: Callable[[str], None] = print,
+        advance: Callable[[int], object] = lambda done: None,
     ) -> Summary:
         """Draws trials until so many faults have happened.
 
@@ -75,6 +76,7 @@ class Runner:
             kinds: of faults; none: all.
             stop_at: broken promises after which it ends early.
             say: told about each broken promise.
+            advance: told after each trial how many faults have happened.
         """
         rng = random.Random(seed)
         began = time.monotonic()
@@ -96,6 +98,7 @@ class Runner:
             except Broken as broken:
                 self.summary.failures.append((str(broken), str(trial)))
                 say(f"seed {seed}, trial {drawn}: {broken}\n  --fault '{trial}'")
+            advance(self.summary.faults - wanted + faults)
         self.close()
         self.summary.seconds += time.monotonic() - began
         return self.summary

@@ -1,0 +1,118 @@
+"""A picture of a bench: every combination split by phase beside its floors, and the peers beside the fastest of them.
+
+Drawn with matplotlib, which is asked for before anything is measured. Combinations and peers have scales of their own,
+because peers may take many times as long.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from ..notation import OptionError
+from .options import PLOTS
+from .results import BenchReport, Cell, p50
+
+#: segments of a bar, in the order of a sync, with their colours
+_PARTS = {
+    "control before": "#b8c4d6", "filling arenas": "#e3a857", "transfer": "#2f6fb0", "landing": "#6fb07f",
+    "digests": "#9a7fb8", "control after, and waiting": "#d9d9d9",
+}  # fmt: skip
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuses a picture that could not be drawn.
+
+    Raises:
+        OptionError: another suffix than those of `PLOTS`, or matplotlib is not installed.
+    """
+    if path is None:
+        return
+    if path.suffix.removeprefix(".") not in PLOTS:
+        raise OptionError(f"--plot {path}: the suffix says the format; known: {', '.join(PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise OptionError(
+            "--plot needs matplotlib, which is not installed; pip install matplotlib (or 'rdt-core[demo]')"
+        )
+
+
+def parts(cell: Cell) -> dict[str, float]:
+    """The median sync of a cell split into what it does one after the other, in seconds; adds up to its p50."""
+    reader, trainer = cell.reader_phases, cell.phases
+    made = dict.fromkeys(_PARTS, 0.0)
+    made["control before"] = sum(trainer.get(name, 0.0) for name in ("begin", "pause", "engine_begin"))
+    made["filling arenas"] = min(trainer.get("write", 0.0), reader.get("wait", 0.0))
+    made["transfer"], made["landing"] = reader.get("transfer", 0.0), reader.get("land", 0.0)
+    made["digests"] = reader.get("verify", 0.0)
+    # medians of parts may add up to more than the median of the whole
+    made["control after, and waiting"] = max(0.0, p50(cell.seconds) - sum(made.values()))
+    return made
+
+
+def draw(report: BenchReport, path: Path) -> None:
+    """Draws what was measured so far into `path`; the suffix says the format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cells = [cell for cell in report.cells if not cell.error]
+    peers = [row for row in report.peers if row.seconds]
+    rows = len(cells) + (len(peers) + 1 if peers else 0)
+    # figure and canvas without pyplot: no global state, no window system
+    figure = Figure(figsize=(10, 2.6 + 0.34 * rows + (0.9 if peers else 0.0)), layout="constrained")
+    FigureCanvasAgg(figure)
+    shares = [max(1, len(cells)) + 1.5, len(peers) + 2.5] if peers else [1]
+    axes = figure.subplots(len(shares), 1, height_ratios=shares, squeeze=False)[:, 0]
+    figure.suptitle(
+        f"{report.model}, {report.bytes / 1e9:.3g} GB: {report.trainer} to {report.engine} on {report.device_name}; "
+        f"p50 of {report.rounds} syncs", fontsize=11,
+    )  # fmt: skip
+    _cells(axes[0], cells)
+    if peers:
+        best = min(cells, key=lambda cell: p50(cell.seconds), default=None)
+        labels = [row.name for row in peers]
+        values = [1e3 * p50(row.seconds) for row in peers]
+        if best is not None:
+            labels, values = [f"rdt: {_label(best)}", *labels], [1e3 * p50(best.seconds), *values]
+        colours = ["#2f6fb0" if label.startswith("rdt") else "#8c8c8c" for label in labels]
+        bars = axes[1].barh(labels, values, color=colours, height=0.65)
+        axes[1].bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+        axes[1].set_title("other ways to move the same bytes", fontsize=10, loc="left")
+    for one in axes:
+        one.invert_yaxis()
+        one.set_xlabel("ms a sync", fontsize=9)
+        one.tick_params(labelsize=8)
+        one.grid(axis="x", alpha=0.3)
+        one.spines[["top", "right"]].set_visible(False)
+        one.margins(x=0.08)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=5, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format=path.suffix.removeprefix("."))
+
+
+def _cells(axes: Any, cells: list[Cell]) -> None:
+    labels = [_label(cell) for cell in cells]
+    split = [parts(cell) for cell in cells]
+    start = [0.0] * len(cells)
+    for name, colour in _PARTS.items():
+        widths = [1e3 * one[name] for one in split]
+        if any(widths):
+            axes.barh(labels, widths, left=start, height=0.65, color=colour, label=name)
+            start = [at + width for at, width in zip(start, widths, strict=True)]
+    places = range(len(cells))
+    for name, marker, colour in (("copy", "|", "#c0392b"), ("span", "x", "#222222"), ("nixl", "D", "#8e44ad")):
+        held = [(1e3 * getattr(cell.floors, name), at) for at, cell in zip(places, cells, strict=True)]
+        held = [pair for pair in held if pair[0]]
+        if held:
+            said = {"copy": "floor: one copy", "span": "floor: one mapped span", "nixl": "raw NIXL, same bytes"}[name]
+            sizes = {"copy": 220, "span": 30, "nixl": 18}[name]
+            axes.scatter(
+                *zip(*held, strict=True), marker=marker, s=sizes, color=colour, label=said, zorder=3, linewidths=1.6
+            )
+    for at, end in zip(places, start, strict=True):
+        axes.annotate(f"{end:.0f}", (end, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+def _label(cell: Cell) -> str:
+    extra = [cell.pack] * (cell.pack != "default") + [f"verify {cell.verify}"] * (cell.verify != "off")
+    return ", ".join([cell.used_mode or cell.mode, "/".join(cell.used_kinds) or cell.kind, *extra])
