@@ -1,4 +1,4 @@
-"""What every test run shares: hypothesis profiles, one Ray cluster per module, and nothing left behind.
+"""What every test run shares: hypothesis profiles, a Ray cluster, processes to fork from, and nothing left behind.
 
 The run fails when a process that it started (raylet, GCS, engine core, worker) is still there at its end, whatever the
 tests said. Tests that need a GPU are skipped where there is none.
@@ -15,10 +15,11 @@ import hypothesis
 import pytest
 
 from rdt_testbed import processes, programs, sharedmemory
-from rdt_testbed.cluster import Cluster, local_cluster, quiet_ray
+from rdt_testbed.cluster import Cluster, Standing, local_cluster, quiet_ray
 from rdt_testbed.warm import Warm
 
 GRACE_S = 20.0
+_GPUS = Path("/proc/driver/nvidia").exists()
 
 quiet_ray()
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
@@ -36,18 +37,29 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """A fresh Ray cluster for this module, shut down after it whatever happens.
+def ray_cluster(request: pytest.FixtureRequest, warm_core: Warm | None) -> Iterator[Cluster]:
+    """A Ray job of this module's own, ended with all of its processes after it whatever happens.
 
-    The number of logical GPUs is the fixture's parameter, 0 without one:
-    `@pytest.mark.parametrize("ray_cluster", [2], indirect=True)`.
+    The number of logical GPUs that its cluster has at least is the fixture's parameter, 0 without one:
+    `@pytest.mark.parametrize("ray_cluster", [2], indirect=True)`. A module that defines a fixture `warm_core` that is None
+    gets new Python processes instead of forks.
     """
-    with local_cluster(gpus=getattr(request, "param", 0)) as cluster:
+    with local_cluster(gpus=getattr(request, "param", 0), python=warm_core.python if warm_core else "") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def standing() -> Iterator[Standing | None]:
+    """The Ray cluster in which the jobs of forked programs and of modules run, one after the other; None: each its own."""
+    if _GPUS:
+        yield None
+        return
+    with Standing(gpus=2, cpus=4) as cluster:
         yield cluster
 
 
 def _warm(modules: Sequence[str], environment: dict[str, str]) -> Iterator[Warm | None]:
-    if Path("/proc/driver/nvidia").exists():
+    if _GPUS:
         yield None  # what imports them may ask CUDA for devices, and then its forks cannot use any
         return
     with Warm(modules, {"OMP_NUM_THREADS": "1", **environment}) as warm:
@@ -55,13 +67,19 @@ def _warm(modules: Sequence[str], environment: dict[str, str]) -> Iterator[Warm 
 
 
 @pytest.fixture(scope="session")
-def warm_vllm() -> Iterator[Warm | None]:
+def warm_core(standing: Standing | None) -> Iterator[Warm | None]:
+    """Where Ray's workers of tests without an engine are forked from; None: everything starts anew."""
+    yield from _warm(programs.CORE_MODULES, {})
+
+
+@pytest.fixture(scope="session")
+def warm_vllm(standing: Standing | None) -> Iterator[Warm | None]:
     """Where programs that use vLLM are forked from; None: everything starts anew, as in `programs.run`."""
     yield from _warm(programs.VLLM_MODULES, programs.VLLM_ENVIRONMENT)
 
 
 @pytest.fixture(scope="session")
-def warm_sglang() -> Iterator[Warm | None]:
+def warm_sglang(standing: Standing | None) -> Iterator[Warm | None]:
     """Where programs that use SGLang are forked from; or None."""
     yield from _warm(programs.SGLANG_MODULES, programs.SGLANG_ENVIRONMENT)
 

@@ -45,6 +45,7 @@ def test_a_trainer_has_its_bundle_whole() -> None:
         "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False",
     }
 
 

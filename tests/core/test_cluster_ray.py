@@ -19,6 +19,7 @@ from rdt_core import cluster
 from rdt_core.actoroptions import engine_options, make_actor, server_options, trainer_options
 from rdt_core.errors import DeadlineError, PlacementError
 from rdt_core.placement import EngineShape, Placement, Ranks
+from rdt_testbed.cluster import LEAN
 from rdt_testbed.processes import descendants
 
 pytestmark = pytest.mark.integration
@@ -45,10 +46,10 @@ def nodes() -> Iterator[list[str]]:
     from ray.cluster_utils import Cluster
 
     before = {process.pid for process in descendants()}
-    size = {"num_cpus": 8, "num_gpus": 8, "object_store_memory": 80 << 20}
+    size = {"num_cpus": 8, "num_gpus": 8, "object_store_memory": 80 << 20, **LEAN}
     # The address is not written down where any other `ray.init()` on this machine would find it and connect.
     with mock.patch("ray._private.utils.write_ray_address"):
-        simulated = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+        simulated = Cluster(initialize_head=True, head_node_args=size)
         try:
             simulated.add_node(**size)
             ray.init(address=simulated.address, namespace="placement", log_to_driver=False)

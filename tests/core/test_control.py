@@ -135,11 +135,15 @@ def test_a_closed_control_refuses_and_releases_who_waits() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("kind", [one for one in vars(errors).values() if isinstance(one, type)])
+@pytest.mark.parametrize(
+    "kind", [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, RdtError)]
+)
 def test_errors_travel_between_processes(kind: type[RdtError]) -> None:
-    found = pickle.loads(pickle.dumps(kind("what was found")))
+    more = {"step": "finish"} if kind is errors.StepError else {}
+    found = pickle.loads(pickle.dumps(kind("what was found", **more)))
     assert type(found) is kind
     assert str(found) == "what was found"
+    assert vars(found) == more
 
 
 @pytest.mark.unit

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rdt_core.sources.fsdp import axis_runs, held_flat, held_whole, row_major
+from rdt_testbed.warm import Warm
 
 RANKS = {
     "even": 2, "uneven": 4, "columns": 4, "hybrid": 4, "tied": 2, "ignored_by_fsdp": 2, "tensor_parallel": 4,
@@ -27,12 +28,13 @@ REFUSALS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, warm_core: Warm | None) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
+    python = warm_core.python if warm_core else sys.executable
     script = Path(__file__).with_name("sources_ranks.py")
     for ranks in (2, 4):
         names = [name for name, wanted in {**RANKS, **REFUSALS}.items() if wanted == ranks]
-        command = [sys.executable, str(script), str(folder), str(ranks), *names]
+        command = [python, str(script), str(folder), str(ranks), *names]
         done = subprocess.run(command, timeout=300, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     return folder

@@ -229,7 +229,7 @@ def test_a_commit_that_the_coordinator_refuses_tears_every_replica(world, monkey
     replica = made.replica("a")
     made.good(1)
     monkeypatch.setattr(made.control(), "commit", lambda *args: failing("no answer to commit", DeadlineError)())
-    errors = made.publish(2)
+    errors = made.publish(2, timeout_s=1.0)
     assert "no answer to commit" in str(errors[0])
     assert replica.version(deadline=0) is None
     assert "no answer to commit" in str(replica.workers[0].landing.torn)
@@ -545,7 +545,7 @@ def test_replicas_are_not_attached_to_a_group_whose_coordinator_died(world):
 
 @pytest.mark.parametrize(("mode", "verify"), [("bucket", "off"), ("snapshot", "off"), ("snapshot", "full")])
 def test_best_effort_goes_on_without_a_replica_that_is_silent(world, mode, verify):
-    made = world(policy="best_effort", mode=mode, verify=verify, timeout_s=2.0, **BUCKETS[mode])
+    made = world(policy="best_effort", mode=mode, verify=verify, **BUCKETS[mode])
     good, silent = made.replica("good"), made.replica("silent")
     made.good(1)
 
@@ -554,7 +554,7 @@ def test_best_effort_goes_on_without_a_replica_that_is_silent(world, mode, verif
         raise DeadlineError("it does not answer")
 
     silent.pause = silent.abort = hang  # type: ignore[method-assign]
-    report = made.good(2)
+    report = made.good(2, timeout_s=1.0)
     assert report.replicas == ("good",)
     assert "it does not answer" in report.failed["silent"] or "no answer from" in report.failed["silent"]
     assert served(good) == ({2}, {2.0})

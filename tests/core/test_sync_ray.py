@@ -130,9 +130,6 @@ def test_three_syncs_are_exact(trainers, mode, kind):
         assert checked[0] == checked[1]
         assert {tensor.state for tensor in checked[0].tensors} == {"equal"}
         assert checked[0].bytes == reports[0].bytes
-        coordinator = ray.get_actor(f"rdt.{group}", "rdt")
-        imported = ray.get(coordinator.__ray_call__.remote(lambda _: set(sys.modules) & {"torch", "nixl"}))
-        assert not imported, "importing them takes a fresh process long enough to be felt in the first sync"
     finally:
         ray.get([trainer.leave.remote() for trainer in trainers])
         for worker in workers:
@@ -156,3 +153,35 @@ def test_a_cast_snapshot_lands_in_another_dtype(trainers):
     finally:
         ray.get([trainer.leave.remote() for trainer in trainers])
         ray.kill(worker)
+
+
+def test_the_coordinator_imports_neither_torch_nor_nixl(trainers):
+    import ray
+
+    from rdt_core.control import open_coordinator
+    from rdt_core.replica import ModuleWorker
+
+    class Opener:
+        def __init__(self) -> None:
+            self.control = open_coordinator("lean", namespace="rdt", world_size=2, create=True, timeout_s=60)
+
+        def imported(self) -> set[str]:
+            handle = self.control._handle
+            return ray.get(handle.__ray_call__.remote(lambda _: set(sys.modules) & {"torch", "nixl", "msgspec"}))
+
+    # its actor is no fork of a process that has imported them
+    opener = ray.remote(Opener).options(num_cpus=0, runtime_env={"py_executable": sys.executable}).remote()
+    assert ray.get(opener.imported.remote()) == {"msgspec"}
+    ray.get([trainer.join.remote("lean", {"kinds": ("ray",)}) for trainer in trainers])
+    worker = ray.remote(ModuleWorker).options(num_cpus=0, enable_tensor_transport=True).remote(build_served)
+    try:
+        ray.get(trainers[0].attach.remote([worker]))
+        for version, verify in enumerate(("off", "sample", "full"), start=1):
+            ray.get([trainer.publish.remote(version, verify) for trainer in trainers])
+        ray.get([trainer.verify.remote() for trainer in trainers])
+        found = ray.get(opener.imported.remote())
+        assert found == {"msgspec"}, "importing them takes a fresh process long enough to be felt in the first sync"
+    finally:
+        ray.get([trainer.leave.remote() for trainer in trainers])
+        for actor in (worker, opener):
+            ray.kill(actor)

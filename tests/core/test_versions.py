@@ -135,7 +135,7 @@ def test_peers() -> None:
         ({"ray": "2.6.1"}, ["ray 2.6.1", "ray>=2.56", "there: pip install 'ray>=2.56'"]),
         ({"ray": ""}, ["ray (none)"]),
         ({"nixl": "2.1"}, ["nixl 2.1"]),
-        ({"torch": "2.5.1"}, ["torch 2.5.1", "torch>=2.6"]),
+        ({"torch": "2.6.0"}, ["torch 2.6.0", "torch>=2.7"]),
     ],
 )
 def test_peer_refused(change: dict, texts: list[str]) -> None:

@@ -12,6 +12,7 @@ from rdt_testbed import models
 from rdt_testbed.megatron import Layout
 from rdt_testbed.megatron.recording import Record
 from rdt_testbed.megatron.trainer import MegatronTrainer, checkpoint
+from rdt_testbed.warm import Warm
 
 pytestmark = pytest.mark.integration
 
@@ -50,6 +51,12 @@ def load(module: Served, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def held(module: Served) -> dict[str, torch.Tensor]:
     return {name: module.held[number].detach().clone() for name, number in module.index.items()}
+
+
+@pytest.fixture(scope="module")
+def warm_core(warm_sglang: Warm | None) -> Warm | None:
+    """It has imported Megatron as well, 3 seconds in each rank."""
+    return warm_sglang
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ TRAINERS = {"megatron"}
 # top-level names that a package may import anywhere in it, besides the standard library
 ALLOWED = {
     "rdt_core": {
+        "checkpoint_engine",
         "matplotlib",
         "msgspec",
         "numpy",
@@ -32,6 +33,7 @@ ALLOWED = {
         "triton",
         "transformers",
         "typer",
+        "zmq",
     },
     "rdt_megatron": {"megatron", "packaging", "rdt_core", "torch"},
     "rdt_sglang": {"msgspec", "numpy", "packaging", "ray", "rdt_core", "sglang", "torch", "zmq"},
@@ -43,8 +45,8 @@ IMPURE = {"transport"}
 # Data flows down this list: none of a line's rooms may reach a room of a later line, through any number of imports.
 ORDER = (
     ("errors",),
-    ("wire",),
-    ("versions", "geometry", "layout", "gpus", "placement"),
+    ("wire", "distributions"),
+    ("versions", "geometry", "layout", "gpus", "placement", "notation", "timeline", "settings"),
     ("declared",),
     ("tracing", "routing", "sources", "memory"),
     ("landing", "planning", "transport"),
@@ -52,13 +54,13 @@ ORDER = (
     ("verifying",),
     ("coordinator",),
     ("control", "engines", "report", "cluster"),
-    ("contents",),
-    ("publisher", "receiver", "driver"),
+    ("contents", "rates", "outcomes"),
+    ("publisher", "receiver", "driver", "metrics", "perfetto"),
     ("membership", "checking"),
     ("sync",),
-    ("adapter",),
+    ("adapter", "testing"),
     ("demo",),
-    ("soak",),
+    ("soak", "doctor"),
     ("cli",),
 )
 

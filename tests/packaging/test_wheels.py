@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 pytestmark = pytest.mark.integration
 
@@ -74,10 +76,19 @@ def wheel_of(dist: Path, package: str) -> Path:
     return dist / f"{package.replace('-', '_')}-{VERSION}-py3-none-any.whl"
 
 
+def raw_metadata(archive: Path) -> bytes:
+    """Returns METADATA of a wheel, or PKG-INFO of a source distribution."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+            return wheel.read(name)
+    with tarfile.open(archive) as source:
+        name = f"{archive.name.removesuffix('.tar.gz')}/PKG-INFO"
+        return source.extractfile(name).read()
+
+
 def metadata_of(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        return Parser().parsestr(archive.read(name).decode())
+    return Parser().parsestr(raw_metadata(wheel).decode())
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -90,6 +101,18 @@ def test_metadata(dist: Path, package: str) -> None:
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert len(str(metadata.get_payload())) > 200, "the README is missing from the metadata"
     assert metadata["Summary"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_metadata_is_what_an_index_accepts(dist: Path, package: str) -> None:
+    wheel = wheel_of(dist, package)
+    for archive in (wheel, dist / f"{wheel.name.removesuffix('-py3-none-any.whl')}.tar.gz"):
+        metadata = Metadata.from_email(raw_metadata(archive), validate=True)
+        links = re.findall(r"\]\((?!https://|#)[^)]*\)", metadata.description or "")
+        assert not links, f"{archive.name}: {links} lead nowhere outside this repository"
+        assert not [requirement for requirement in metadata.requires_dist or () if requirement.url], (
+            "an index refuses URLs"
+        )
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -122,31 +145,59 @@ def test_contents(dist: Path, package: str) -> None:
     assert {f"src/{name}" for name in source} <= kept
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty environment."""
+    folder = tmp_path_factory.mktemp("clean") / "environment"
+    uv("venv", "--python", sys.executable, folder, cwd=folder.parent)
+    return folder
+
+
+def run(environment: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    # bytecode goes away with the environment; without any, each run would compile torch and Ray anew
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(environment / "bytecode")}
+    return subprocess.run(
+        list(map(str, command)), cwd=environment, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
 @pytest.mark.parametrize(
     ("package", "framework"),
     [("rdt-core", ""), ("rdt-megatron", "megatron"), ("rdt-sglang", "sglang"), ("rdt-vllm", "vllm")],
 )
 def test_installs_and_imports_alone(
-    dist: Path, constraints: Path, tmp_path: Path, package: str, framework: str
+    dist: Path, constraints: Path, environment: Path, package: str, framework: str
 ) -> None:
-    environment = tmp_path / "environment"
     python = environment / "bin" / "python"
-    uv("venv", "--python", sys.executable, environment, cwd=tmp_path)
     uv(
         *("pip", "install", "--python", python, "--find-links", dist, "--constraint", constraints),
         f"{package}=={VERSION}",
-        cwd=tmp_path,
+        cwd=environment,
     )
-    arguments = [python, "-c", IMPORT_ALL, package.replace("-", "_"), framework, *FRAMEWORKS]
-    # bytecode of an environment that goes away would stay in the run's own folder for it
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run(arguments, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    result = run(environment, python, "-c", IMPORT_ALL, package.replace("-", "_"), framework, *FRAMEWORKS)
     assert result.returncode == 0, result.stderr
     modules, frameworks = result.stdout.split(maxsplit=1)
     assert frameworks.strip() == "[]", "a framework was imported by importing us"
     assert int(modules) > 10 or package in ("rdt-megatron", "rdt-sglang", "rdt-vllm")
     if package == "rdt-core":
-        command = [environment / "bin" / "rdt", "--help"]
-        shown = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        shown = run(environment, environment / "bin" / "rdt", "--help")
         assert shown.returncode == 0, shown.stderr
         assert "demo" in shown.stdout
+    else:
+        refuses_another_core(environment, package)
+        # the next one comes alone as well
+        uv("pip", "uninstall", "--python", python, package, cwd=environment)
+
+
+def refuses_another_core(environment: Path, package: str) -> None:
+    """Asks the installed adapter to work with a core that says it is of another release."""
+    (metadata,) = environment.glob("lib/python*/site-packages/rdt_core-*.dist-info/METADATA")
+    kept = metadata.with_name("KEPT")
+    # what the installer linked here is the cache's file
+    metadata.rename(kept)
+    metadata.write_text(kept.read_text().replace(f"\nVersion: {VERSION}\n", "\nVersion: 9.9.9\n"))
+    result = run(environment, environment / "bin" / "python", "-c", f"import {package.replace('-', '_')}")
+    kept.replace(metadata)
+    assert result.returncode == 1
+    assert f"{package} {VERSION} beside rdt-core 9.9.9" in result.stderr
+    assert f"pip install 'rdt-core==9.9.9' '{package}==9.9.9'" in result.stderr

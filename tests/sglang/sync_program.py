@@ -62,6 +62,8 @@ class Run:
 
     def all(self) -> None:
         self.generate()  # some names appear with the first forward pass
+        if self.settings.get("conformance"):
+            self.conformance()
         for group in self.settings.get("groups", [{}]):
             self.join(group)
             for seed in range(group.get("syncs", 2)):
@@ -72,6 +74,19 @@ class Run:
             if group.get("torn"):
                 self.torn()
             self.both("leave")
+
+    def conformance(self) -> None:
+        """The client keeps its protocol, with a checkpoint on disk as the trainer."""
+        from rdt_core import CheckpointSource, WeightSync
+        from rdt_core.testing import check_engine_client
+        from rdt_sglang import SglangRayEngine
+
+        source = CheckpointSource(self.folder / "start")
+        began = time.time()
+        sync = WeightSync.join("conformance", source=source, rank=0, world_size=1, mode="bucket")
+        check_engine_client(SglangRayEngine(self.engine, name="checked"), sync, sync.publish)
+        sync.leave()
+        self.results["conforms"] = time.time() - began
 
     def join(self, group: dict[str, Any]) -> None:
         from rdt_sglang import SglangRayEngine

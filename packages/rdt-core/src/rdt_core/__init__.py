@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from .engines import ConnectInfo as ConnectInfo
     from .engines import EngineClient as EngineClient
     from .errors import RdtError as RdtError
+    from .metrics import RayMetrics as RayMetrics
+    from .outcomes import JsonLines as JsonLines
+    from .outcomes import SyncOutcome as SyncOutcome
+    from .outcomes import print_table as print_table
+    from .outcomes import read_outcomes as read_outcomes
+    from .perfetto import write_trace as write_trace
     from .placement import EngineShape as EngineShape
     from .placement import Placement as Placement
     from .replica import ModuleReplica as ModuleReplica
@@ -38,13 +44,16 @@ _HOMES = {
     "EngineClient": "engines",
     "EngineShape": "placement",
     "IterableSource": "sources",
+    "JsonLines": "outcomes",
     "ModuleReplica": "replica",
     "ModuleSource": "sources",
     "ModuleWorker": "replica",
     "Placement": "placement",
+    "RayMetrics": "metrics",
     "RdtError": "errors",
     "Shard": "sources",
     "SyncAdapter": "adapter",
+    "SyncOutcome": "outcomes",
     "SyncReport": "wire",
     "TensorMeta": "wire",
     "WeightSource": "sources",
@@ -52,9 +61,12 @@ _HOMES = {
     "engine_options": "actoroptions",
     "make_actor": "actoroptions",
     "place": "cluster",
+    "print_table": "outcomes",
+    "read_outcomes": "outcomes",
     "release": "cluster",
     "server_options": "actoroptions",
     "trainer_options": "actoroptions",
+    "write_trace": "perfetto",
 }
 
 __all__ = [
@@ -63,13 +75,16 @@ __all__ = [
     "EngineClient",
     "EngineShape",
     "IterableSource",
+    "JsonLines",
     "ModuleReplica",
     "ModuleSource",
     "ModuleWorker",
     "Placement",
+    "RayMetrics",
     "RdtError",
     "Shard",
     "SyncAdapter",
+    "SyncOutcome",
     "SyncReport",
     "TensorMeta",
     "WeightSource",
@@ -77,9 +92,12 @@ __all__ = [
     "engine_options",
     "make_actor",
     "place",
+    "print_table",
+    "read_outcomes",
     "release",
     "server_options",
     "trainer_options",
+    "write_trace",
 ]
 
 

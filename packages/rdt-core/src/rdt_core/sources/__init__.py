@@ -2,12 +2,14 @@
 
 from .base import IterableWeightSource, Shard, WatchedSource, WeightSource
 from .checkpoint import CheckpointSource
+from .full import FullTensors
 from .iterable import IterableSource
 from .module import ModuleSource
 from .names import FusedExperts, NameRule, Part, Renamed
 
 __all__ = [
     "CheckpointSource",
+    "FullTensors",
     "FusedExperts",
     "IterableSource",
     "IterableWeightSource",

@@ -1,0 +1,147 @@
+"""`FullTensors`: the full checkpoint tensors of a sharded source, gathered one after the other.
+
+For whoever takes nothing but full tensors: vLLM's own weight transfer backends, a checkpoint writer, a comparison by hand. Every
+byte crosses to every rank of the process group, which is what a sync does without; and only one tensor is whole at a time. It
+refuses tensors that the ranks of the group do not hold as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..declared import Declared
+from ..errors import CoverageError, SourceError
+from ..geometry import Box, subtract
+from ..wire import TensorMeta
+from .base import IterableWeightSource, Shard, WeightSource
+
+#: name, offset and shape of a shard
+_Held = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+class FullTensors:
+    """An `IterableWeightSource` over any source. Made and iterated by all ranks of the group alike.
+
+    Args:
+        source: of this rank.
+        group: the `torch.distributed` process group of the source's ranks; None: this rank holds everything.
+        device: where tensors are put together; default: where this rank's shards lie. It must suit the group's backend.
+
+    Raises:
+        CoverageError: names a tensor that the ranks do not hold as a whole, or that they declare otherwise.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource | IterableWeightSource,
+        group: Any = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._source = source
+        self._group = group
+        held = source.shards() if isinstance(source, WeightSource) else ()
+        found = next((shard.tensor.device for shard in held), torch.device("cpu"))
+        self._device = torch.device(device) if device is not None else found
+        mine = (
+            tuple(source.metadata()),
+            [(shard.name, tuple(shard.offset), tuple(shard.tensor.shape)) for shard in held],
+            tuple(source.ignored()),
+        )
+        self._rank, ranks = 0, [mine]
+        if group is not None:
+            import torch.distributed as dist
+
+            ranks = [mine] * dist.get_world_size(group)
+            dist.all_gather_object(ranks, mine, group=group)
+            self._rank = dist.get_rank(group)
+        declared = Declared()
+        for rank, (tensors, _, _) in enumerate(ranks):
+            declared.add(rank, tensors)
+        self._metadata = declared.ordered()
+        self._ignored = tuple(dict.fromkeys(name for _, _, names in ranks for name in names))
+        self._is_whole = not isinstance(source, WeightSource)
+        self._pieces = {} if self._is_whole else self._choose([boxes for _, boxes, _ in ranks])
+
+    def _choose(self, ranks: Sequence[Sequence[_Held]]) -> dict[str, list[tuple[int, Box]]]:
+        """For each tensor the boxes that make it up, and of whom each is taken."""
+        owned: dict[str, list[tuple[int, Box]]] = {}
+        for rank, boxes in enumerate(ranks):
+            for name, offset, shape in boxes:
+                owned.setdefault(name, []).append((rank, Box(offset, shape)))
+        pieces: dict[str, list[tuple[int, Box]]] = {}
+        for meta in self._metadata:
+            left = [Box.full(meta.shape)]
+            chosen = pieces.setdefault(meta.name, [])
+            for rank, box in owned.get(meta.name, ()):
+                rest = [part for one in left for part in subtract(one, [box])]
+                if rest != left:
+                    chosen.append((rank, box))
+                left = rest
+            if any(not box.is_empty for box in left):
+                way_out = (
+                    "give the process group of all source ranks"
+                    if self._group is None
+                    else "these are not all source ranks"
+                )
+                raise CoverageError(f"nobody holds {left[0]} of {meta.name!r} of shape {meta.shape}; {way_out}")
+        return pieces
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """See `IterableWeightSource.metadata`: the whole model, the same on every rank."""
+        return self._metadata
+
+    def ignored(self) -> Sequence[str]:
+        """See `IterableWeightSource.ignored`."""
+        return self._ignored
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, full tensor in the wire dtype), in the order of `metadata`, to every rank; a collective at each step.
+
+        What one rank holds alone, as a whole and in that dtype, is the parameter itself and no copy.
+
+        Raises:
+            SourceError: shards are other boxes than when this was made.
+        """
+        if self._is_whole:
+            yield from self._source  # type: ignore[misc]
+            return
+        assert isinstance(self._source, WeightSource)
+        mine: dict[tuple[str, Box], Shard] = {
+            (shard.name, Box(tuple(shard.offset), tuple(shard.tensor.shape))): shard for shard in self._source.shards()
+        }
+        for meta in self._metadata:
+            alone = mine.get((meta.name, Box.full(meta.shape))) if self._group is None else None
+            if alone is not None and alone.tensor.dtype == getattr(torch, meta.dtype):
+                yield meta.name, alone.tensor.detach()
+                continue
+            whole = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=self._device)
+            for owner, box in self._pieces[meta.name]:
+                place = _cut(whole, box)
+                if owner == self._rank:
+                    shard = mine.get((meta.name, box))
+                    if shard is None:
+                        raise SourceError(f"this rank no longer holds {meta.name!r} {box}, which it declared")
+                    place.copy_(shard.tensor.detach())
+                if self._group is not None:
+                    self._share(place, owner)
+            yield meta.name, whole
+
+    def _share(self, place: torch.Tensor, owner: int) -> None:
+        import torch.distributed as dist
+
+        piece = place.contiguous()
+        # as bytes: not every backend knows every dtype
+        flat = piece.reshape(-1).view(torch.uint8)
+        dist.broadcast(flat, dist.get_global_rank(self._group, owner), group=self._group)
+        if owner != self._rank and piece.data_ptr() != place.data_ptr():
+            place.copy_(piece)
+
+
+def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (low, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        tensor = tensor.narrow(axis, low, size)
+    return tensor
