@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rdt_core.modes import choose_mode
 from rdt_core.sources import CheckpointSource
+from rdt_core.sources.base import Shard
+from rdt_core.wire import TensorMeta
 
 pytestmark = pytest.mark.unit
 
@@ -25,3 +29,22 @@ def test_weights_mapped_from_a_file_are_not_published_live_where_readers_map_mem
     chosen, why = choose_mode("auto", source, shards, lambda _: torch.float32, torch.device("cpu"), 0, mapped=mapped)
     assert chosen == expected
     assert ("'a' is mapped from a file that is closed" in why) == mapped
+
+
+def test_more_tensors_than_a_process_may_have_open_files_are_not_shared_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = [torch.zeros(2) for _ in range(600)]
+    shards = [Shard(f"w{number}", (0,), tensor) for number, tensor in enumerate(tensors)]
+    metadata = [TensorMeta(name=shard.name, shape=(2,), dtype="float32") for shard in shards]
+    source = SimpleNamespace(metadata=lambda: metadata, shards=lambda: shards, ignored=tuple)
+
+    def choose() -> tuple[str, str]:
+        return choose_mode("auto", source, shards, lambda _: torch.float32, torch.device("cpu"), 0, mapped=True)
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    mode, why = choose()
+    assert mode == "snapshot"
+    assert "sharing 600 tensors of their own memory takes as many open files, and this process may have 1024" in why
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    assert choose()[0] == "live"

@@ -7,6 +7,7 @@ never replaced.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -17,6 +18,8 @@ from .memory import can_share, is_expandable
 from .sources.base import IterableWeightSource, Shard, WeightSource
 
 MODES = ("auto", "live", "snapshot", "bucket")
+#: open files that a trainer has besides
+_OTHER_FILES = 512
 _ITERATED = "the source can only be iterated as full tensors"
 
 
@@ -62,6 +65,18 @@ def choose_mode(
 
 
 def _why_not_live(shards: Sequence[Shard], wire_dtype: Callable[[str], torch.dtype], mapped: bool) -> str | None:
+    if mapped:
+        storages = {
+            storage.data_ptr()
+            for shard in shards
+            if not (storage := shard.tensor.untyped_storage()).is_shared() and shard.tensor.device.type == "cpu"
+        }
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and len(storages) + _OTHER_FILES > limit:
+            return (
+                f"sharing {len(storages)} tensors of their own memory takes as many open files, and this process may have {limit} "
+                f"(raise it with ulimit -n)"
+            )
     for shard in shards:
         wanted = wire_dtype(shard.name)
         if shard.tensor.dtype != wanted:
