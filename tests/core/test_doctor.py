@@ -180,6 +180,13 @@ def test_an_allocator_keeps_its_other_settings() -> None:
     assert one.env == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:False"}
 
 
+def test_the_wheel_that_is_missing_beside_nixl_is_named() -> None:
+    failed = changed(CPU, nixl_module="", nixl_error="detected CUDA 13")
+    assert bad(examine(failed))["nixl"].mend.startswith("pip install --force-reinstall 'nixl")
+    lacking = {name: version for name, version in CPU.distributions.items() if name != "nixl-cu13"}
+    assert bad(examine(changed(failed, distributions=lacking)))["nixl"].mend == "pip install 'nixl-cu13==1.5.1'"
+
+
 @pytest.mark.parametrize(
     ("value", "transport", "out"),
     [

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 
 from rdt_core import settings
-from rdt_core.settings import GET_ZCOPY, expandable, refused_reads, slow_reads
+from rdt_core.settings import GET_ZCOPY, expandable, refused_reads, slow_reads, visible_nvlinks
 
 pytestmark = pytest.mark.unit
 
@@ -64,3 +67,53 @@ def test_the_machine_is_not_asked_where_the_variable_decides(monkeypatch: pytest
 )
 def test_allocators_whose_memory_nobody_else_can_map(environment: dict[str, str], mended: dict[str, str]) -> None:
     assert expandable(environment) == mended
+
+
+class Nvml(types.ModuleType):
+    """Answers of a driver: how many links the first GPU says it has, and how many of them end somewhere."""
+
+    NVML_SUCCESS = 0
+    NVML_FI_DEV_NVLINK_LINK_COUNT = 91
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, links: int, ends: int, *, driver: bool = True, answer: int = 0) -> None:
+        super().__init__("pynvml")
+        self.links, self.ends, self.driver, self.answer = links, ends, driver, answer
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise self.NVMLError
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetFieldValues(self, device: int, fields: list[int]) -> list[types.SimpleNamespace]:
+        assert (device, fields) == (0, [self.NVML_FI_DEV_NVLINK_LINK_COUNT])
+        return [types.SimpleNamespace(nvmlReturn=self.answer, value=types.SimpleNamespace(uiVal=self.links))]
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, device: int, link: int) -> None:
+        if link >= self.ends:
+            raise self.NVMLError
+
+
+@pytest.mark.parametrize(
+    ("nvml", "count"),
+    [
+        (Nvml(18, 18), 18),
+        (Nvml(0, 0), 0),
+        (Nvml(18, 17), 0),  # one that ends nowhere: UCX then takes none for real
+        (Nvml(18, 18, answer=3), 0),
+        (Nvml(18, 18, driver=False), None),
+    ],
+)
+def test_links_are_counted_as_ucx_counts_them(monkeypatch: pytest.MonkeyPatch, nvml: Nvml, count: int | None) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert visible_nvlinks() == count
+    assert nvml.open == 0

@@ -74,8 +74,8 @@ def _why_not_live(shards: Sequence[Shard], wire_dtype: Callable[[str], torch.dty
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit != resource.RLIM_INFINITY and len(storages) + _OTHER_FILES > limit:
             return (
-                f"sharing {len(storages)} tensors of their own memory takes as many open files, and this process may have {limit} "
-                f"(raise it with ulimit -n)"
+                f"sharing {len(storages)} tensors of their own memory takes as many open files, and this process may have "
+                f"{limit} (raise it with ulimit -n)"
             )
     for shard in shards:
         wanted = wire_dtype(shard.name)

@@ -21,6 +21,8 @@ _SHM_LEAST = 1 * _GIB
 #: open files below which large groups run out, large models on a CPU, and Ray itself
 _FILES_LEAST, _FILES_LEAST_CPU, _FILES_RAY = 4096, 65536, 1024
 
+_REINSTALL = f"pip install --force-reinstall 'nixl{versions.SUPPORTED['nixl']}'"
+
 Check = Callable[[Facts], Iterator[Finding]]
 
 
@@ -121,10 +123,13 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
 def check_nixl(facts: Facts) -> Iterator[Finding]:
     """Which NIXL module loads and which backend Ray picks."""
     if not facts.nixl_module:
+        # the module `nixl` picks the wheel for the CUDA that torch was built for
+        wheel = f"nixl-cu{_major(facts.torch_cuda)}"
+        absent = facts.torch_cuda and facts.distributions.get("nixl") and wheel not in facts.distributions
         yield finding(
             Severity.BROKEN, "nixl", f"`import nixl` fails: {facts.nixl_error}",
             "links of the kinds prepared and ray do not work; only processes of one node could sync, by mapped links",
-            "pip install --force-reinstall 'nixl>=1.0,<2'",
+            f"pip install '{wheel}=={facts.distributions['nixl']}'" if absent else _REINSTALL,
         )  # fmt: skip
         return
     why = "an EFA device is there" if facts.backend == "LIBFABRIC" else "no EFA device is there"
@@ -133,7 +138,7 @@ def check_nixl(facts: Facts) -> Iterator[Finding]:
         yield finding(
             Severity.BROKEN, "nixl", f"{facts.nixl_module} comes without its plugin {facts.backend}",
             f"Ray picks this backend here and its agent does not start; there are {', '.join(facts.nixl_plugins)}",
-            "pip install --force-reinstall 'nixl>=1.0,<2'",
+            _REINSTALL,
         )  # fmt: skip
     if facts.backend == "LIBFABRIC":
         yield finding(
