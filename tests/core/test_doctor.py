@@ -284,6 +284,11 @@ def test_emulation_is_slow_however_fast_it_looks() -> None:
     assert "SYS_PTRACE" in judged(moved(device="cpu", times=2, lane="software emulation tcp/lo"), CPU).mend
 
 
+def test_latency_is_not_taken_for_a_rate() -> None:
+    assert [one.severity for one in judge([moved("ray", times=60)], {"n0": H200})] == ["ok"]
+    assert judged(moved("ray", times=90)).severity == "slow"
+
+
 def test_a_rate_on_a_busy_cpu_proves_nothing() -> None:
     slow = moved(device="cpu", times=40)
     assert judged(slow, CPU).severity == "slow"

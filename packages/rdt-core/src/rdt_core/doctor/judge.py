@@ -19,6 +19,8 @@ from .lanes import EMULATED
 LIMITS = {"mapped": 6.0, "prepared": 12.0, "ray": 24.0}
 #: the same between two GPUs, with NVLink and without
 LIMITS_FAR = {True: 25.0, False: 300.0}
+#: seconds that a move may take besides, whatever its size: calls, wake-ups, and for Ray objects Ray's own bookkeeping
+LATENCY_S = {"mapped": 0.002, "prepared": 0.005, "ray": 0.05}
 #: share of a NIC's rate below which a link between nodes is slow
 NIC_SHARE = 0.2
 _CPU = "cpu"
@@ -79,7 +81,7 @@ def _one(one: Measured, nodes: Mapping[str, Facts]) -> Iterator[Finding]:
     emulated = EMULATED in one.lane
     if one.cross_node:
         yield from _far(one, where, facts, nodes.get(one.source, Facts()))
-    elif emulated or one.ratio > limit(one, facts):
+    elif emulated or one.seconds > limit(one, facts) * one.copy_seconds + LATENCY_S[one.kind]:
         mend, env = _cause(one, facts)
         lane = f"; UCX: {one.lane}" if one.lane else ""
         floor = f"one copy makes {number(one.floor_gbps)}"
