@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,16 +92,21 @@ def test_what_a_program_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pyte
     assert not psutil.pid_exists(answer(module, tmp_path))
 
 
-def test_a_program_that_does_not_end_is_ended_with_all_below_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = program(
-        tmp_path, monkeypatch,
-        "import os, subprocess, sys, threading\n"
-        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-        "threading.Event().wait()",
+def test_a_program_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program(tmp_path, monkeypatch, "import threading; threading.Event().wait()")
+    with pytest.raises(DeadlineError, match="was not done after"):
+        answer(module, tmp_path, timeout_s=0.5)
+
+
+def test_all_below_a_program_is_ended_with_it() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    with pytest.raises(DeadlineError, match="was not done after 3 s"):
-        answer(module, tmp_path, timeout_s=3.0)
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    below: list[psutil.Process] = []
+    while not below:
+        assert child.poll() is None
+        below = psutil.Process(child.pid).children()
+    plugins._end(child, "no mark")
+    assert not psutil.pid_exists(below[0].pid)
+    assert child.returncode is not None

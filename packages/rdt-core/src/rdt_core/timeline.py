@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from . import wire
 
@@ -18,6 +19,9 @@ from . import wire
 MAX_SPANS = 64
 #: seconds between two spans of one name that still are one
 _GAP_S = 50e-6
+
+#: start and end in seconds since a timeline began, name, bytes
+Piece: TypeAlias = tuple[float, float, str, int]
 
 
 class Recorder:
@@ -61,12 +65,21 @@ class Recorder:
         Args:
             member: who recorded it, as messages call it.
         """
-        tracks: dict[str | int, list[wire.Span]] = {}
+        tracks: dict[str | int, list[Piece]] = {}
+        zero = self.began
         for name, began, ended, where, nbytes in tuple(self._spans):
-            track = link_track(where) if isinstance(where, int) else where
-            span = wire.Span(name=name, start=began - self.began, seconds=ended - began, track=track, bytes=nbytes)
-            tracks.setdefault(where, []).append(span)
-        spans = [span for some in tracks.values() for span in bounded(joined(some))]
+            tracks.setdefault(where, []).append((began - zero, ended - zero, name, nbytes))
+        spans = [
+            wire.Span(
+                name=name,
+                start=start,
+                seconds=end - start,
+                track=link_track(where) if isinstance(where, int) else where,
+                bytes=nbytes,
+            )
+            for where, some in tracks.items()
+            for start, end, name, nbytes in bounded(joined(some))
+        ]
         return wire.Timeline(
             member=member, host=socket.gethostname(), pid=os.getpid(), began=self._clock, spans=tuple(spans)
         )
@@ -77,31 +90,25 @@ def link_track(source: int) -> str:
     return f"source {source}"
 
 
-def joined(spans: Iterable[wire.Span], gap_s: float = _GAP_S) -> list[wire.Span]:
-    """Makes one of spans of one name that follow each other or overlap. Returns them in order of time."""
-    made: list[wire.Span] = []
-    for span in sorted(spans, key=lambda one: one.start):
-        last = made[-1] if made else None
-        if last is None or last.name != span.name or span.start > last.start + last.seconds + gap_s:
-            made.append(span)
-            continue
-        end = max(last.start + last.seconds, span.start + span.seconds)
-        made[-1] = wire.Span(
-            name=span.name,
-            start=last.start,
-            seconds=end - last.start,
-            track=span.track,
-            bytes=last.bytes + span.bytes,
-        )
+def joined(pieces: Iterable[Piece], gap_s: float = _GAP_S) -> list[Piece]:
+    """Makes one of pieces of one name that follow each other or overlap. Returns them in order of time."""
+    made: list[Piece] = []
+    for piece in sorted(pieces):
+        if made:
+            start, end, name, nbytes = made[-1]
+            if name == piece[2] and piece[0] <= end + gap_s:
+                made[-1] = start, max(end, piece[1]), name, nbytes + piece[3]
+                continue
+        made.append(piece)
     return made
 
 
-def bounded(spans: list[wire.Span], most: int = MAX_SPANS) -> list[wire.Span]:
-    """Makes fewer of too many spans, which are `joined`: pauses of one name go, of several names the longest spans stay."""
-    if len({span.name for span in spans}) == 1:
+def bounded(pieces: list[Piece], most: int = MAX_SPANS) -> list[Piece]:
+    """Makes fewer of too many pieces, which are `joined`: pauses of one name go, of several names the longest stay."""
+    if len({piece[2] for piece in pieces}) == 1:
         gap_s = _GAP_S
-        while len(spans) > most:
+        while len(pieces) > most:
             gap_s *= 4
-            spans = joined(spans, gap_s)
-    kept = sorted(range(len(spans)), key=lambda at: spans[at].seconds, reverse=True)[:most]
-    return [spans[at] for at in sorted(kept)]
+            pieces = joined(pieces, gap_s)
+    kept = sorted(range(len(pieces)), key=lambda at: pieces[at][1] - pieces[at][0], reverse=True)[:most]
+    return [pieces[at] for at in sorted(kept)]
