@@ -14,7 +14,7 @@ import pytest
 from rdt_core.bench import BenchOptions, PeerRow, plugins
 from rdt_core.errors import DeadlineError, EngineError
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.integration
 
 
 class Never:
