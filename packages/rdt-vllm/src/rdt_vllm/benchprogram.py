@@ -199,19 +199,26 @@ class _Run:
             str(self.folder), **self._engine_arguments()
         )  # fmt: skip
         name = self._get(self.server.ready.remote())
-        # a NIXL agent keeps a core busy for as long as its process lives, the worker's too: what makes none goes first
-        mapped = self._rdt("mapped")
-        try:
-            stock = self._stock()
-            prepared = self._rdt("prepared")
-            times = f"{p50(stock.seconds) / p50(mapped.seconds):.1f} x rdt's publish over mapped links"
-            rows = [msgspec.structs.replace(stock, what=f"{stock.what}; {times}"), mapped, prepared]
+        # What makes no NIXL agent goes first: an agent keeps a core busy for as long as its process lives, the worker's too.
+        # The stock backend goes last: it frees memory that Ray still takes for registered, which others would be given.
+        rows: dict[str, PeerRow] = {}
+        for key, measure in (("mapped", self._rdt), ("prepared", self._rdt), (STOCK, self._stock)):
+            try:
+                rows[key] = measure(key)
+            except ray.exceptions.RayError as error:
+                # what was measured before counts; the engine may be in any state now
+                text = str(getattr(error, "cause", None) or error).strip()
+                label = STOCK if key == STOCK else f"rdt, live, {key}"
+                rows[key] = PeerRow(name=label, error=f"{type(error).__name__}: {text}")
+                break
+        else:
             self._get(self.server.shutdown.remote())
-        except ray.exceptions.RayError as error:
-            # what was measured before counts; the engine may be in any state now
-            text = str(getattr(error, "cause", None) or error).strip()
-            rows = [PeerRow(name=STOCK, error=f"{type(error).__name__}: {text}"), mapped]
-        return [msgspec.structs.replace(row, inside=name) for row in rows]
+            times = p50(rows[STOCK].seconds) / p50(rows["mapped"].seconds)
+            what = f"{rows[STOCK].what}; {times:.1f} x rdt's publish over mapped links"
+            rows[STOCK] = msgspec.structs.replace(rows[STOCK], what=what)
+        missing = PeerRow(name=STOCK, error="not tried: what was measured in the same engine before it failed")
+        ordered = [rows.pop(STOCK, missing), *rows.values()]
+        return [msgspec.structs.replace(row, inside=name) for row in ordered]
 
     def _engine_arguments(self) -> dict[str, Any]:
         given: dict[str, Any] = {
@@ -289,7 +296,7 @@ class _Run:
             notes=_notes(differing),
         )
 
-    def _stock(self) -> PeerRow:
+    def _stock(self, name: str) -> PeerRow:
         self._use(STOCK)
         trainers = self._trainers()
         waits = (self.server, self.tp, self.timeout_s, self.request["prepare"])
@@ -307,7 +314,7 @@ class _Run:
         self._get([one.end_stock.remote() for one in trainers])
         end_actors(trainers, self.pids)
         return PeerRow(
-            name=STOCK,
+            name=name,
             what=f"send_weights of vLLM's own backend: no pause, no stamp; connected in {connected:.1f} s before",
             bytes=self.bytes,
             first_s=seconds[0],
