@@ -241,11 +241,13 @@ def test_a_gpu_whose_memory_is_read_over_tcp(actors, zcopy: str) -> None:
             assert [one.version for one in told] == [1, 2, 3, 4]
             assert [report.slow_links(one) for one in told] == [[]] * 4
         else:
-            (line,) = report.slow_links(told[1])
+            # what packing costs is measured in the first sync, and may make the second a first one of another plan
+            number = next(number for number, one in enumerate(told) if isinstance(one, str))
+            (line,) = report.slow_links(told[number - 1])
             assert line.startswith("0 -> module/0 (prepared) 0.")
             assert line.endswith(" GB/s, floor 1")
-            assert "slow link: 0 -> module/0 (prepared)" in told[2]
-            assert GET_ZCOPY in told[2]
+            assert "slow link: 0 -> module/0 (prepared)" in told[number]
+            assert GET_ZCOPY in told[number]
         ray.get(worker.close.remote())
         ray.get(trainer.leave.remote())
     finally:

@@ -70,7 +70,7 @@ def draw(report: BenchReport, path: Path) -> None:
     _cells(axes[0], cells)
     if peers:
         best = min(cells, key=lambda cell: p50(cell.seconds), default=None)
-        labels = [row.name for row in peers]
+        labels = [row.label for row in peers]
         values = [1e3 * p50(row.seconds) for row in peers]
         if best is not None:
             labels, values = [f"rdt: {_label(best)}", *labels], [1e3 * p50(best.seconds), *values]
@@ -109,8 +109,17 @@ def _cells(axes: Any, cells: list[Cell]) -> None:
             axes.scatter(
                 *zip(*held, strict=True), marker=marker, s=sizes, color=colour, label=said, zorder=3, linewidths=1.6
             )
-    for at, end in zip(places, start, strict=True):
-        axes.annotate(f"{end:.0f}", (end, at), (5, 0), textcoords="offset points", va="center", fontsize=8)
+    reach = 0.06 * max(*start, *(one for cell in cells for one in _markers(cell)), 0.0)
+    for at, (cell, end) in enumerate(zip(cells, start, strict=True)):
+        # a marker just behind the bar would lie on its number
+        end = max([end, *(one for one in _markers(cell) if end <= one < end + reach)])
+        axes.annotate(
+            f"{1e3 * p50(cell.seconds):.0f}", (end, at), (5, 0), textcoords="offset points", va="center", fontsize=8
+        )
+
+
+def _markers(cell: Cell) -> list[float]:
+    return [1e3 * getattr(cell.floors, name) for name in ("copy", "span", "nixl")]
 
 
 def _label(cell: Cell) -> str:
