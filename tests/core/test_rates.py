@@ -44,7 +44,7 @@ def judged(
     """One sync in which the reader waited so many seconds for each link."""
     owner = OWNERS[where] if isinstance(where, str) else where
     meter = Meter()
-    meter.links = {source: Moved(nbytes, max(seconds, 0.001), seconds) for source, seconds in waited.items()}
+    meter.links = {source: Moved(nbytes, max(seconds, 0.001), seconds, seconds) for source, seconds in waited.items()}
     sources = {source: manifest(source, owner) for source in waited}
     return links.links(meter, sources, dict.fromkeys(waited, kind), lambda source: pieces, is_first=is_first)
 
@@ -158,3 +158,26 @@ def test_settings(value: object) -> None:
 def test_settings_that_mean_nothing(value: object) -> None:
     with pytest.raises(TransportError, match="slow_links is"):
         check_slow_links(value)
+
+
+def side_by_side(links: LinkRates, count: int, each_s: float) -> tuple[wire.LinkReport, ...]:
+    """One sync with so many links at once, of which the reader waited `each_s` for all of them."""
+    meter = Meter()
+    meter.links = {source: Moved(GB, each_s, each_s / count, each_s) for source in range(count)}
+    sources = {source: manifest(source, OWNERS["node"]) for source in range(count)}
+    kinds = dict.fromkeys(range(count), "prepared")
+    return links.links(meter, sources, kinds, lambda source: 1, is_first=False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_broken_links_side_by_side_are_each_as_slow_as_one(count: int) -> None:
+    links = LinkRates("a/0", HERE)
+    assert {link.floor for link in side_by_side(links, count, GB / 1e9 / 0.55)} == {1.0}
+    with pytest.raises(TransportError, match=r"at 0\.55 GB/s"):
+        side_by_side(links, count, GB / 1e9 / 0.55)
+
+
+def test_many_sound_links_may_share_a_path() -> None:
+    links = LinkRates("a/0", HERE)
+    for _ in range(3):  # 256 links of 0.5 GB/s each over a path of 128
+        assert {link.floor for link in side_by_side(links, 256, GB / 1e9 / 0.5)} == {0.0}

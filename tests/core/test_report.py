@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from rdt_core import report
+from rdt_core.errors import RdtError
 from rdt_core.wire import LinkReport, PackReport, ReaderReport, SyncReport
 
 pytestmark = pytest.mark.unit
@@ -204,3 +206,24 @@ def test_plot_without_matplotlib_names_the_extra(tmp_path: Path) -> None:
     assert "RdtError: drawing needs matplotlib" in done.stderr
     assert "rdt-core[demo]" in done.stderr
     assert not (tmp_path / "x.png").exists()
+
+
+def test_a_file_is_written_whole_and_a_pipe_or_a_link_stays_what_it_is(tmp_path: Path) -> None:
+    real, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    real.write_text("old")
+    link.symlink_to(real)
+    report.write_json(link, {"a": 1})
+    assert link.is_symlink()
+    assert json.loads(real.read_text()) == {"a": 1}
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        report.write_json(pipe, [2])
+        assert json.loads(os.read(reader, 100)) == [2]
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    for wrong in (tmp_path, real / "below", tmp_path / ("n" * 300)):
+        with pytest.raises(RdtError, match="cannot be written"):
+            report.write_json(wrong, [3])
+    assert {one.name for one in tmp_path.iterdir()} == {"real.json", "link.json", "pipe"}

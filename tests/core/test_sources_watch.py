@@ -67,6 +67,14 @@ def cut(model: Model) -> None:
     model.first.bias.data = model.first.bias.data[:2]
 
 
+def reinterpreted(model: Model) -> None:
+    model.second.weight.data = model.second.weight.data.view(torch.int32).view(torch.bfloat16).view(torch.float16)
+
+
+def reshaped(model: Model) -> None:
+    model.second.weight.data = model.second.weight.data.view(2, 8)
+
+
 def emptied(model: Model) -> None:
     model.first.weight.untyped_storage().resize_(0)
 
@@ -87,7 +95,7 @@ def deleted(model: Model) -> None:
     del model.first.bias
 
 
-CHANGES = [replaced, moved, turned, cut, emptied, another_table, another_buffer, gone, deleted]
+CHANGES = [replaced, moved, turned, cut, reinterpreted, reshaped, emptied, another_table, another_buffer, gone, deleted]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

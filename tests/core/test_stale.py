@@ -224,3 +224,21 @@ def test_a_parameter_of_which_only_a_part_is_offered_is_refused():
     landing.begin()
     assert served.vocabulary.tolist() == [[5.0] * 4] * 3 + [[0.0] * 4], "the padding is the loader's in every sync"
     assert served.fused.eq(5.0).all()
+
+
+@pytest.mark.parametrize("zeroed", [slice(0, 3), slice(0, 6)], ids=["the part that is loaded", "all of it"])
+def test_what_a_loader_sets_to_a_number_first_counts_once(zeroed: slice):
+    served = Fused()
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            served.fused.data[zeroed].zero_()
+            served.fused.data[:3].copy_(tensor)
+
+    landing = ModuleLanding(served, load, kept=("vocabulary",))
+    offered = [wire.TensorMeta(name="gate", shape=(3, 4), dtype="float32")]
+    if zeroed.stop == 6:  # the rest is the loader's own number, in every sync
+        landing.trace(offered)
+    else:
+        with pytest.raises(CoverageError, match=r"'fused' \(48 of 96 bytes\)"):
+            landing.trace(offered)

@@ -290,6 +290,55 @@ def test_an_arena_is_not_filled_from_a_storage_that_was_emptied():
     publisher.close()
 
 
+def test_memory_that_was_exported_and_emptied_since_is_not_read():
+    source = SameAddresses()
+    publisher = Publisher(
+        source, group="g", rank=0, world_size=1, mode="live", kinds=("local",), exchange=LocalExchange()
+    )
+    assert publisher.follow()
+    emptied, source.tensor = source.tensor, torch.full((4,), 2.0)
+    emptied.untyped_storage().resize_(0)
+    assert not publisher.follow()  # it joins again
+    publisher.close()
+
+
+class Renamed:
+    """A source that says of the same memory something else than before, and does not watch itself."""
+
+    def __init__(self) -> None:
+        self.memory = torch.arange(8.0)
+        self.views = {"a": self.memory[:4].view(2, 2), "b": self.memory[4:].view(2, 2)}
+
+    def metadata(self):
+        return tuple(TensorMeta(name=name, shape=(2, 2), dtype="float32") for name in "ab")
+
+    def shards(self):
+        return [Shard(name, (0, 0), view) for name, view in self.views.items()]
+
+    def ignored(self):
+        return ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda views: {"b": views["a"], "a": views["b"]},
+        lambda views: {"a": views["a"].t(), "b": views["b"]},
+        lambda views: {"a": views["a"].view(torch.int32), "b": views["b"]},
+    ],
+    ids=["swapped", "turned", "reinterpreted"],
+)
+def test_a_source_that_says_otherwise_of_the_same_memory_is_heard(change):
+    source = Renamed()
+    publisher = Publisher(
+        source, group="g", rank=0, world_size=1, mode="live", kinds=("local",), exchange=LocalExchange()
+    )
+    assert publisher.follow()
+    source.views = change(source.views)
+    assert not publisher.follow()
+    publisher.close()
+
+
 def test_cast_to_the_wire_dtype_is_a_snapshot_and_replayed_into_the_engine(group):
     made = group(2, 2, wire="bfloat16")
     made.attach()

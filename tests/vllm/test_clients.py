@@ -339,6 +339,18 @@ def test_one_call_is_stamped_only_if_it_is_the_engine_that_received(answers):
         client.commit(7, deadline=soon())
 
 
+def test_an_engine_that_was_not_stamped_by_this_call_is_resumed_by_its_own(answers):
+    handle = Handle(said="7")  # the version was there already: another one received it
+    client = VllmRayEngine(handle, name="r")
+    assert client.receive is not None
+    client.receive(7, deadline=soon(), step_s=5.0)
+    with pytest.raises(EngineError, match="says '7' instead of receiving it"):
+        client.commit(7, deadline=soon())
+    handle.asked.clear()
+    client.resume(deadline=soon())
+    assert handle.asked == ["resume_generation"]
+
+
 @pytest.mark.parametrize(
     ("step", "calls"),
     [

@@ -90,6 +90,7 @@ class Live:
             for shard in shards:
                 share(shard.tensor.untyped_storage())
         found = storages(shard.tensor for shard in shards)
+        self._memory = list(found.values())
         regions = {address: export(tensor, None) for address, tensor in found.items()}
         self.shards = [
             wire.ShardMeta(
@@ -104,8 +105,8 @@ class Live:
         ]
 
     def is_bound(self) -> bool:
-        """See `Contents.is_bound`: readers read addresses, and those of the parameters are compared."""
-        return True
+        """See `Contents.is_bound`: packing and digests read what was exported."""
+        return all(map(torch.Tensor.data_ptr, self._memory))
 
     def bind(self, shards: Sequence[Shard]) -> None:
         """See `Contents.bind`. Raises SourceError: readers must learn the new addresses."""

@@ -162,10 +162,12 @@ class ModuleLanding:
 
     def _refuse_stale(self, result: Trace) -> None:
         landed: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # bytes by storage and first byte
-        parts: list[Slice | Fill] = [*result.slices, *result.fills]
-        for part in parts:
+        for part in result.slices:
             size = getattr(torch, part.dtype).itemsize
             landed[part.destination][part.offset * size] += math.prod(part.shape) * size
+        for fill in dict.fromkeys(result.fills):
+            size = getattr(torch, fill.dtype).itemsize
+            landed[fill.destination][fill.offset * size] += left_to(fill, result.slices) * size
         inside = {self._storages[key].data_ptr(): sorted(starts.items()) for key, starts in landed.items()}
         stale = []
         for name, parameter in self.module.named_parameters():
@@ -222,3 +224,14 @@ class ModuleLanding:
     def abort(self, reason: str) -> None:
         """See `Landing.abort`."""
         self.torn = reason
+
+
+def left_to(fill: Fill, slices: Iterable[Slice]) -> int:
+    """Elements of a fill that no slice lands in afterwards, as far as extents tell: fills come before all slices."""
+    last = sum((size - 1) * stride for size, stride in zip(fill.shape, fill.strides, strict=True))
+    again = sum(
+        math.prod(one.shape)
+        for one in slices
+        if one.destination == fill.destination and fill.offset <= one.offset <= fill.offset + last
+    )
+    return max(0, math.prod(fill.shape) - again)

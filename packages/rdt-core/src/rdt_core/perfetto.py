@@ -12,13 +12,12 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from . import wire
 from .errors import RdtError
 from .outcomes import SyncOutcome
-from .report import rate
+from .report import rate, write_whole
 from .timeline import link_track
 
 _DRIVER = "driver"
@@ -89,15 +88,10 @@ def write_trace(path: str | os.PathLike[str], outcomes: Iterable[SyncOutcome]) -
         The number of events.
 
     Raises:
-        RdtError: see `make_trace`.
+        RdtError: see `make_trace`; or the file cannot be written.
     """
     made = make_trace(outcomes)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8") as file:
-        json.dump(made, file, allow_nan=False, separators=(",", ":"))
-    os.replace(draft, target)
+    write_whole(path, json.dumps(made, allow_nan=False, separators=(",", ":")))
     return len(made["traceEvents"])
 
 

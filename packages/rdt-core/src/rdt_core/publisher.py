@@ -269,6 +269,7 @@ class Publisher:
             SourceError: parameters are not there at the moment.
         """
         marks = self._marks()
+        # a storage that was emptied has no address, though another may lie where it lay
         if marks == self._fingerprint and self._contents.is_bound():
             return True
         if self._contents.is_live or not isinstance(self._source, WeightSource):
@@ -294,7 +295,11 @@ class Publisher:
         if isinstance(self._source, WatchedSource):
             return held, self._source.fingerprint()
         if isinstance(self._source, WeightSource):
-            return held, fingerprint(shard.tensor for shard in self._source.shards())
+            # a source of one's own, of which nothing is known: it may name the same memory otherwise
+            shards = self._source.shards()
+            tensors = [shard.tensor for shard in shards]
+            forms = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+            return held, [(shard.name, shard.offset) for shard in shards], forms, fingerprint(tensors)
         return None
 
     def readable(self) -> int:

@@ -32,6 +32,8 @@ SlowLinks: TypeAlias = Literal["refuse", "warn"] | float
 #: back to TCP, 283 and more over NVLink. Across nodes an adapter may be shared by a hundred links and be well.
 NAMED_GBPS = 1.0
 REFUSED_GBPS = {"device": 1.0, "node": 1.0, "network": 0.1}
+#: links of one path that are this many times their floor together are sound, however many of them share it
+CRAWL = 10.0
 #: syncs in a row below the floor after which a link is refused
 IN_A_ROW = 2
 #: seconds that the first sync of a connection may take besides its bytes: agents meet, memory is opened
@@ -60,11 +62,12 @@ def path_of(mine: wire.NodeMeta, theirs: wire.NodeMeta) -> str:
 
 @dataclass(slots=True)
 class Moved:
-    """What one link moved in one sync: bytes, seconds in flight, and seconds that the reader waited for nothing else."""
+    """What one link moved in one sync: bytes, seconds in flight, and the waits of `Flight`."""
 
     nbytes: int = 0
     seconds: float = 0.0
     waited: float = 0.0
+    alone: float = 0.0
 
 
 class Meter:
@@ -81,6 +84,7 @@ class Meter:
             moved.nbytes += flight.transfer.nbytes
             moved.seconds += flight.landed - flight.posted
             moved.waited += flight.waited
+            moved.alone += flight.alone
             total += flight.transfer.nbytes
         return total
 
@@ -127,15 +131,19 @@ class LinkRates:
         """
         reports = []
         refused = []
+        paths = {source: path_of(self._here, sources[source].node) for source in meter.links}
+        together = {path: _together(meter, paths, path) for path in set(paths.values())}
         for source, moved in sorted(meter.links.items()):
             node = sources[source].node
-            path = path_of(self._here, node)
+            path = paths[source]
+            named, least = self._floors(path, node)
+            # many sound links share a path that is busy with all of them; broken ones are slow each for itself
+            crawls = together[path] < CRAWL * max(named, least)
             report = wire.LinkReport(
                 source=source, reader=self._reader, kind=kinds[source], bytes=moved.nbytes, seconds=moved.seconds,
-                waited=moved.waited, path=path,
+                waited=moved.alone if crawls else moved.waited, path=path,
             )  # fmt: skip
             if moved.nbytes >= self._least_bytes:
-                named, least = self._floors(path, node)
                 if is_below(report, max(named, least)):
                     beside = PIECE_S[report.kind] * pieces(source)
                     if self._judge(report, least, beside, is_first):
@@ -181,6 +189,12 @@ class LinkRates:
             f"{node.hostname}. {_cause(link, self._here, node)}. Measure the path with `rdt doctor`; to go on as slowly as it "
             'is, join with slow_links="warn" or a lower floor in GB/s'
         )
+
+
+def _together(meter: Meter, paths: Mapping[int, str], path: str) -> float:
+    """GB/s of all links of a path, in the time that the reader waited for any of them."""
+    here = [moved for source, moved in meter.links.items() if paths[source] == path]
+    return rate(sum(moved.nbytes for moved in here), sum(moved.waited for moved in here))
 
 
 def is_below(link: wire.LinkReport, floor: float, extra_s: float = 0.0) -> bool:

@@ -237,13 +237,36 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
     Raises:
         ValueError: a number in it is not finite, which JSON cannot say.
+        RdtError: the file cannot be written.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(msgspec.to_builtins(value), indent=2, allow_nan=False)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(text + "\n", encoding="utf-8")
-    os.replace(draft, target)
+    write_whole(path, json.dumps(msgspec.to_builtins(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file in one step; what is no regular file (a pipe, a device) is written into and stays what it is.
+
+    Args:
+        path: folders above it are made; a link is followed.
+        text: all of it.
+
+    Raises:
+        RdtError: the file cannot be written.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name[:100]}.{os.getpid()}")
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, target)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RdtError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
 
 
 def plot(path: str | os.PathLike[str], steps: Sequence[Mapping[str, Any]]) -> None:

@@ -292,7 +292,7 @@ class VllmRayEngine(_VllmEngine):
 
     def _receive(self, version: int, *, deadline: float, step_s: float) -> Mapping[str, float]:
         self._remember_stamp(deadline)
-        self._open, self._finishing, self._uncommitted = False, False, None
+        self._open, self._finishing, self._uncommitted, self._is_resumed = False, False, None, False
         failed: str | None = STEPS[2]  # of an engine that does not answer nothing better is known
         try:
             (seconds,) = self._call(
@@ -318,7 +318,7 @@ class VllmRayEngine(_VllmEngine):
         if self.receive is None:
             return super()._restamp(expected, version, deadline)
         ((before, after),) = self._call("stamp_and_resume", expected, version, deadline=deadline)
-        self._is_resumed = after == version
+        self._is_resumed = before == expected and after == version
         return [before], [after]
 
     def _init(self, info: dict[str, Any], deadline: float) -> None:
@@ -342,6 +342,7 @@ class VllmRayEngine(_VllmEngine):
     def pause(self, *, deadline: float) -> None:
         """See `EngineClient.pause`."""
         reset = self.cache == "reset"
+        self._is_resumed = False
         if not self._offline:
             self._call("pause_generation", mode=self.pause_mode, clear_cache=reset, deadline=deadline)
         elif reset:

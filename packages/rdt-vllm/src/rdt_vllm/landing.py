@@ -21,8 +21,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError
-from rdt_core.landing import Destination, storage_bytes
-from rdt_core.sources.watch import ParameterWatch
+from rdt_core.landing import Destination, left_to, storage_bytes
+from rdt_core.sources.watch import ParameterWatch, TreeWatch
 from rdt_core.tracing import Destinations, Trace, trace
 from rdt_core.wire import TensorMeta
 
@@ -164,7 +164,7 @@ class VllmLanding:
         for fill in result.fills:
             self._fills[fill.destination].append(fill)
             if fill.destination in landed:
-                landed[fill.destination] += math.prod(fill.shape)
+                landed[fill.destination] += left_to(fill, result.slices)
         self._refuse_attention(landed)
         self._ties, shared = self._find_ties(landed)
         self._refuse_uncovered(landed, shared)
@@ -196,6 +196,7 @@ class VllmLanding:
             self._destinations[key] = Destination(key=key, module=form.module, in_place=in_place, nbytes=form.nbytes)
         self._refuse_shared()
         self._deferred = [module for module in self._modules.values() if layers.is_deferred(module)]
+        self._tree = TreeWatch([self._model])
         self._watch = self._watch_addresses()
         self._addresses = self._watch.mark()
 
@@ -416,7 +417,7 @@ class VllmLanding:
         return ParameterWatch(owners, names, buffers, [False] * len(names), self._take_addresses)
 
     def _check_addresses(self, when: str) -> None:
-        now = self._watch.mark()
+        now = self._watch.mark() if self._tree.is_same() else self._take_addresses()
         moved = [name for name, place in self._addresses.items() if now.get(name) != place]
         if moved:
             raise EngineError(f"{self.who}: the address of {_some(moved)} changed {when}")

@@ -17,6 +17,7 @@ from ..errors import SourceError
 from ..memory import is_expandable, settle
 from ..replica import ModuleReplica
 from ..sources.base import Shard
+from ..sources.watch import fingerprint
 from ..sync import WeightSync
 from . import peers
 from .collectives import Background, Group, make_group
@@ -66,6 +67,10 @@ class RowSharded:
     def ignored(self) -> Sequence[str]:
         """See `WeightSource.ignored`."""
         return ()
+
+    def fingerprint(self) -> Any:
+        """See `WatchedSource.fingerprint`: the shards are made once."""
+        return fingerprint(shard.tensor for shard in self._shards)
 
     def change(self) -> None:
         """Gives every 16-bit word of this rank another value."""

@@ -77,7 +77,8 @@ class ParameterWatch:
                 ]
             plain = list(map(torch.Tensor.is_contiguous, local))
             bent = [tensor.stride() for tensor in compress(local, map(not_, plain))]
-            return list(map(id, tensors)), specs, fingerprint(local), plain, bent
+            forms = list(map(attrgetter("dtype", "shape"), local))
+            return list(map(id, tensors)), specs, fingerprint(local), forms, plain, bent
         except (AttributeError, KeyError, TypeError):
             return None  # one is gone, or of another kind: the source says which
 

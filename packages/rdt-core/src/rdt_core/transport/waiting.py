@@ -29,6 +29,8 @@ class Flight:
         posted: when, by `time.perf_counter`.
         landed: when it was first seen to have landed.
         waited: seconds that the reader spent on it and on nothing else.
+        alone: seconds that it would have waited had this been the only transfer: those in which others were on their way as
+            well count in full.
     """
 
     source: int
@@ -36,6 +38,7 @@ class Flight:
     posted: float
     landed: float
     waited: float
+    alone: float
 
 
 def post_all(transfers: Sequence[tuple[int, PreparedTransfer]], device: torch.device) -> list[Flight]:
@@ -55,7 +58,7 @@ def post_all(transfers: Sequence[tuple[int, PreparedTransfer]], device: torch.de
         began = time.perf_counter()
         transfer.post()
         ended = time.perf_counter()
-        flights.append(Flight(source, transfer, began, ended, ended - began))
+        flights.append(Flight(source, transfer, began, ended, ended - began, ended - began))
     return flights
 
 
@@ -79,6 +82,7 @@ def wait_all(flights: Sequence[Flight], deadline: float) -> None:
         flight.transfer.wait(deadline)
         flight.landed = time.perf_counter()
         flight.waited += flight.landed - began
+        flight.alone += flight.landed - began
     started = last = time.perf_counter()
     pause = _SLEEP_S[0]
     while pending:
@@ -90,6 +94,7 @@ def wait_all(flights: Sequence[Flight], deadline: float) -> None:
         total = sum(flight.transfer.nbytes for flight in left) or 1
         for flight in left:
             flight.waited += (now - last) * flight.transfer.nbytes / total
+            flight.alone += now - last
         last = now
         pending = left
         if pending and time.monotonic() >= deadline:
