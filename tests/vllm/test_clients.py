@@ -321,7 +321,7 @@ def test_a_server_of_ours_takes_a_sync_in_one_call(answers):
     handle = Handle()
     client = VllmRayEngine(handle, name="r")
     assert client.receive is not None
-    assert client.receive(7, deadline=soon(), step_s=5.0) == dict.fromkeys(STEPS, 0.5)
+    assert client.receive(7, deadline=soon()) == dict.fromkeys(STEPS, 0.5)
     client.commit(7, deadline=soon())
     client.resume(deadline=soon())
     assert handle.asked == ["get_weight_version", "receive_version", "stamp_and_resume"]
@@ -334,7 +334,7 @@ def test_a_server_of_ours_takes_a_sync_in_one_call(answers):
 def test_one_call_is_stamped_only_if_it_is_the_engine_that_received(answers):
     client = VllmRayEngine(Handle(said="3"), name="r")
     assert client.receive is not None
-    client.receive(7, deadline=soon(), step_s=5.0)
+    client.receive(7, deadline=soon())
     with pytest.raises(EngineError, match="says '3' instead of receiving it"):
         client.commit(7, deadline=soon())
 
@@ -343,7 +343,7 @@ def test_an_engine_that_was_not_stamped_by_this_call_is_resumed_by_its_own(answe
     handle = Handle(said="7")  # the version was there already: another one received it
     client = VllmRayEngine(handle, name="r")
     assert client.receive is not None
-    client.receive(7, deadline=soon(), step_s=5.0)
+    client.receive(7, deadline=soon())
     with pytest.raises(EngineError, match="says '7' instead of receiving it"):
         client.commit(7, deadline=soon())
     handle.asked.clear()
@@ -365,7 +365,7 @@ def test_an_abort_does_what_the_failed_step_of_one_call_left_to_do(answers, step
     client = VllmRayEngine(handle, name="r")
     assert client.receive is not None
     with pytest.raises(StepError, match=r"^replica 'r': it broke") as caught:
-        client.receive(7, deadline=soon(), step_s=5.0)
+        client.receive(7, deadline=soon())
     assert caught.value.step == step
     assert pickle.loads(pickle.dumps(caught.value)).step == step
     handle.asked.clear()

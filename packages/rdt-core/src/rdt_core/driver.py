@@ -169,9 +169,9 @@ class Round:
         try:
             receive: Receive | None = getattr(client, "receive", None)
             if receive is not None:
-                deadline = time.monotonic() + len(STEPS) * self._timeout_s
+                deadline = time.monotonic() + self._timeout_s
                 began = time.perf_counter()
-                for step, seconds in receive(self._version, deadline=deadline, step_s=self._timeout_s).items():
+                for step, seconds in receive(self._version, deadline=deadline).items():
                     began = self._took(client, step, began, began + seconds)
                 return
             for step in STEPS:

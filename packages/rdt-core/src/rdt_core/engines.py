@@ -40,13 +40,12 @@ class Receive(Protocol):
     A client that has it carries it as its attribute `receive`; None, or no such attribute: it is driven step by step.
     """
 
-    def __call__(self, version: int, *, deadline: float, step_s: float) -> Mapping[str, float]:
+    def __call__(self, version: int, *, deadline: float) -> Mapping[str, float]:
         """Returns the seconds of each step.
 
         Args:
             version: to be received.
-            deadline: of the whole call.
-            step_s: deadline of each step, in seconds.
+            deadline: of the whole call. A step that it passes before does not begin, however late the engine comes to it.
 
         Raises:
             StepError: a step failed; the steps after it did not begin.

@@ -290,14 +290,15 @@ class VllmRayEngine(_VllmEngine):
             raise EngineError(f"replica {self.name!r}: {method} failed: {told}") from failures[0][1]
         return results
 
-    def _receive(self, version: int, *, deadline: float, step_s: float) -> Mapping[str, float]:
+    def _receive(self, version: int, *, deadline: float) -> Mapping[str, float]:
         self._remember_stamp(deadline)
         self._open, self._finishing, self._uncommitted, self._is_resumed = False, False, None, False
         failed: str | None = STEPS[2]  # of an engine that does not answer nothing better is known
         try:
+            left_s = max(deadline - time.monotonic() - MARGIN_S, 1.0)  # its own error comes first
             (seconds,) = self._call(
-                "receive_version", version, mode=self.pause_mode, clear_cache=self.cache == "reset", step_s=step_s,
-                pull_s=max(step_s - MARGIN_S, 1.0), deadline=deadline,
+                "receive_version", version, mode=self.pause_mode, clear_cache=self.cache == "reset", limit_s=left_s,
+                deadline=deadline,
             )  # fmt: skip
             failed = None
         except EngineError as error:

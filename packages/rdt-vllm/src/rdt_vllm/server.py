@@ -56,6 +56,7 @@ class VllmServer:
         backend = config["backend"] if isinstance(config, Mapping) else config.backend
         if backend != BACKEND:
             raise EngineError(f"VllmServer uses weight transfer backend {BACKEND!r}; {backend!r} was asked for")
+        self._turn = 0  # counts the calls that begin or end a sync
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=model, weight_transfer_config=WeightTransferConfig(backend=BACKEND), **engine_args)
         )
@@ -95,24 +96,24 @@ class VllmServer:
         """See `AsyncLLM.pause_generation`."""
         await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
-    async def receive_version(
-        self, version: int, *, mode: str, clear_cache: bool, step_s: float, pull_s: float
-    ) -> dict[str, float]:
+    async def receive_version(self, version: int, *, mode: str, clear_cache: bool, limit_s: float) -> dict[str, float]:
         """A sync from the pause to the last post-load step in one call, in vLLM's own calls; it is not stamped.
 
         Args:
             version: that the trainer publishes now.
             mode: see `AsyncLLM.pause_generation`.
             clear_cache: see there. Its sleep, which gives callers their last outputs before it returns, is left out.
-            step_s: deadline of each step, in seconds.
-            pull_s: deadline of each wait inside the pull, in seconds.
+            limit_s: deadline of all steps together, in seconds.
 
         Returns:
             Seconds of each step.
 
         Raises:
-            EngineError: names the step that failed (`protocol.AT_STEP`); those after it did not begin.
+            EngineError: names the step that failed (`protocol.AT_STEP`); those after it did not begin. So does a later call
+                that ends this sync: none of its steps begins after an abort, a resumption, or another sync.
         """
+        self._turn += 1
+        turn, end = self._turn, time.monotonic() + limit_s
 
         async def pause() -> None:
             if clear_cache:
@@ -124,19 +125,22 @@ class VllmServer:
             await self._llm.update_weight_version(f"{RECEIVING}{version}")
 
         async def pull() -> None:
-            await self._llm.update_weights(UpdateRequest({"version": version, "timeout_s": pull_s}))
+            left_s = max(end - time.monotonic(), 1.0)
+            await self._llm.update_weights(UpdateRequest({"version": version, "timeout_s": left_s}))
 
         steps = dict(zip(STEPS, (pause, begin, pull, self._llm.finish_weight_update), strict=True))
         seconds = {}
         for name, step in steps.items():
-            started = time.perf_counter()
+            started = time.monotonic()
+            if turn != self._turn:
+                raise EngineError(f"{AT_STEP}{name}; its sync was ended by a later call")
             try:
-                await asyncio.wait_for(step(), step_s)
+                await asyncio.wait_for(step(), max(end - started, 0.0))
             except TimeoutError:
-                raise EngineError(f"{AT_STEP}{name}; it was not done within {step_s:g} s") from None
+                raise EngineError(f"{AT_STEP}{name}; it was not done {limit_s:g} s after the sync began") from None
             except Exception as error:
                 raise EngineError(f"{AT_STEP}{name}; {type(error).__name__}: {error}") from error
-            seconds[name] = time.perf_counter() - started
+            seconds[name] = time.monotonic() - started
         return seconds
 
     async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
@@ -149,6 +153,7 @@ class VllmServer:
 
     async def resume_generation(self) -> None:
         """See `AsyncLLM.resume_generation`."""
+        self._turn += 1
         await self._llm.resume_generation()
 
     async def is_paused(self) -> bool:
@@ -169,6 +174,7 @@ class VllmServer:
 
     async def update_weights(self, request: Any) -> None:
         """See `AsyncLLM.update_weights`."""
+        self._turn += 1  # a pull by itself, or an abort: no sync in one call goes on
         await self._llm.update_weights(request)
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
