@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from rdt_core.errors import SourceError
 from rdt_core.sources import FullTensors
 from rdt_testbed.halves import SHAPES, Halves, value
 
@@ -30,6 +31,27 @@ class Overlapping(Halves):
             self.parts = [(n, low, torch.zeros(25, 16) if n == "embed" else part) for n, low, part in self.parts]
 
 
+def a_rank_that_cannot_go_on(rank: int) -> dict[str, bool]:
+    """Every rank is told before the first tensor, and the pass after it is whole."""
+    source = Halves(rank, RANKS, "float32")
+    full = FullTensors(source, dist.group.WORLD)
+    found = {}
+    whole = source.shards
+    for kind, broken in (("lost", lambda: list(whole())[1:]), ("failed", lambda: [][0])):
+        if rank == 1:
+            source.shards = broken
+        try:
+            next(iter(full))
+            found[kind] = False
+        except (SourceError, IndexError) as error:
+            said = "no longer holds" if kind == "lost" else "list index out of range"
+            alone = "rank 1 of the process group" in str(error)
+            found[kind] = said in str(error) and alone == (rank == 0)
+        source.shards = whole
+        found[f"after {kind}"] = len(dict(full)) == len(SHAPES)
+    return found
+
+
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     where = f"file://{folder}/rendezvous"
@@ -46,6 +68,7 @@ def rank_main(rank: int, folder: str) -> None:
                 found[f"{kind.__name__} {wire} {version}"] = list(gathered) == list(wanted) and all(
                     torch.equal(gathered[name], wanted[name]) for name in wanted
                 )
+    found |= a_rank_that_cannot_go_on(rank)
     torch.save(found, Path(folder) / f"found.{rank}")
     dist.barrier()
     dist.destroy_process_group()

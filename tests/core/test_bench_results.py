@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from rdt_core.bench import BenchReport, Cell, Floors, PeerRow, p50, p95, plot, ratio, tensorfile, to_dict
+from rdt_core.bench import BenchReport, Cell, Floors, PeerRow, p50, p95, plot, ratio, show, tensorfile, to_dict
+from rdt_core.bench.options import BenchOptions
 from rdt_core.bench.peers import bucket_size, buckets
 from rdt_core.bench.show import tables
+from rdt_core.errors import RdtError
 from rdt_core.notation import OptionError
 from rdt_core.shapes import checkpoint_tensors
 
@@ -119,6 +123,63 @@ def test_a_picture_that_cannot_be_drawn_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match="pip install matplotlib"):
         plot.check_plot(Path("bench.png"))
+
+
+def test_there_is_no_picture_of_nothing_and_one_of_peers_alone(tmp_path: Path, caplog) -> None:
+    file = tmp_path / "bench.png"
+    nothing = msgspec.structs.replace(REPORT, cells=REPORT.cells[1:], peers=REPORT.peers[1:])
+    for report in (nothing, msgspec.structs.replace(nothing, cells=(), peers=())):
+        plot.draw(report, file)
+        assert not file.exists()
+    assert caplog.text.count("nothing was measured: no picture") == 2
+    plot.draw(msgspec.structs.replace(REPORT, cells=()), file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(RdtError, match=r"bench\.png/x\.png cannot be written: Not a directory"):
+        plot.draw(REPORT, file / "x.png")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch):
+    """The command without Ray and without measuring: what it makes of a report, and of an error after it."""
+    begun: list[str] = []
+
+    def run(options: object, *, gpus: int, observe: Callable[[BenchReport, str], None]) -> None:
+        begun.append("run")
+        observe(REPORT, "")
+        raise RdtError("the first error")
+
+    monkeypatch.setattr("ray.init", lambda **settings: begun.append("ray"))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr(show, "run", run)
+
+    def command(json_file: str = "", picture: Path | None = None) -> str:
+        out = io.StringIO()
+        show.bench_command(out, BenchOptions(model="tiny"), json_file, picture)
+        return out.getvalue()
+
+    command.begun = begun
+    return command
+
+
+def test_paths_that_cannot_be_written_are_refused_before_anything_is_measured(command, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(OptionError, match=r"--json .*file/x\.json cannot be written: "):
+        command(json_file=str(file / "x.json"))
+    with pytest.raises(OptionError, match=r"--plot .*file/x\.png cannot be written: "):
+        command(picture=file / "x.png")
+    assert not command.begun
+
+
+def test_an_error_of_the_picture_hides_none_of_the_bench(command, tmp_path: Path, monkeypatch, caplog) -> None:
+    def draw(report: BenchReport, path: Path) -> None:
+        raise TypeError("the second error")
+
+    monkeypatch.setattr(show, "draw", draw)
+    with pytest.raises(RdtError, match="the first error"):
+        command(json_file=str(tmp_path / "bench.json"), picture=tmp_path / "bench.png")
+    assert "the second error" in caplog.text
+    assert json.loads((tmp_path / "bench.json").read_text())["model"] == "tiny"
 
 
 def test_buckets_hold_every_tensor_once_and_split_none() -> None:

@@ -108,6 +108,8 @@ STATES: list[tuple[Facts, dict[str, Any], str, str, str]] = [
     (H200, {"nofile": 2048}, "open-files", "note", "2048"),
     (CPU, {"cores": 2}, "cores", "note", "2 cores"),
     (H200, {"cores": 4}, "cores", "slow", "4 cores"),
+    (CPU, {"has_ray_token": True}, "ray-token", "note", "RAY_AUTH_MODE is not set"),
+    (CPU, {"environment": {"RAY_AUTH_MODE": "token"}}, "ray-token", "note", "there is no token"),
     (CPU, {"ptrace_scope": 1}, "cma", "slow", "ptrace_scope is 1"),
     (CPU, {"shm_bytes": 64 << 20, "shm_free": 64 << 20}, "shared-memory", "broken", "64 MiB"),
     (CPU, {"shm_free": 10 * GIB}, "shared-memory", "note", "does not fit"),
@@ -156,6 +158,8 @@ def test_a_bad_state_is_found(facts: Facts, fields: dict[str, Any], check: str, 
         (H200, {"environment": {"CUDA_VISIBLE_DEVICES": "1"}, "device_count": 1}),
         (H200, {"shm_free": 10 * GIB}),
         (H200, {"nofile": 20000}),
+        (CPU, {"has_ray_token": True, "environment": {"RAY_AUTH_MODE": "token"}}),
+        (CPU, {"has_ray_token": True, "environment": {"RAY_AUTH_MODE": "disabled"}}),
     ],
 )
 def test_what_looks_bad_and_is_not(facts: Facts, fields: dict[str, Any]) -> None:

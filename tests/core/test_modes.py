@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rdt_core import modes
 from rdt_core.modes import choose_mode
 from rdt_core.sources import CheckpointSource
 from rdt_core.sources.base import Shard
@@ -48,3 +49,18 @@ def test_more_tensors_than_a_process_may_have_open_files_are_not_shared_one_by_o
     assert "sharing 600 tensors of their own memory takes as many open files, and this process may have 1024" in why
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
     assert choose()[0] == "live"
+
+
+def test_parameters_that_do_not_fit_into_shared_memory_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.zeros(1000)
+    source = SimpleNamespace(metadata=tuple, shards=tuple, ignored=tuple)
+
+    def choose() -> tuple[str, str]:
+        shards = [Shard("w", (0,), tensor)]
+        return choose_mode("auto", source, shards, lambda _: torch.float32, torch.device("cpu"), 0, mapped=True)
+
+    assert choose()[0] == "live"
+    monkeypatch.setattr(modes, "_shared_memory", lambda: 3999)
+    mode, why = choose()
+    assert mode == "snapshot"
+    assert "needs 4000 bytes of shared memory, and /dev/shm has 3999" in why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from pathlib import Path
 
 import pytest
@@ -148,12 +149,78 @@ def test_a_line_that_was_cut_is_left_out_and_one_that_is_none_is_refused(made, t
     path.write_bytes(whole + whole[:100])
     with caplog.at_level(logging.WARNING, "rdt_core.outcomes"):
         assert [one.version for one in read_outcomes(path)] == [1]
-    assert "the last line is not whole" in caplog.text
+    assert "1 of its lines are not whole and are left out: line 2" in caplog.text
     path.write_bytes(b'{"reward": 1}\n' + whole)
     with pytest.raises(RdtError, match=r"line 1 of .* is no outcome of a sync .*expected a file that JsonLines wrote"):
         read_outcomes(path)
+    path.write_bytes(b"first words\nsecond words\n")
+    with pytest.raises(RdtError, match=r"none of 2 lines of .* is an outcome of a sync"):
+        read_outcomes(path)
     with pytest.raises(RdtError, match=r"cannot be read from .*missing"):
         read_outcomes(tmp_path / "missing")
+
+
+def outcome(version: int) -> SyncOutcome:
+    return SyncOutcome(time=1e9, group="policy", version=version, mode="live", outcome="failed", seconds=1.0)
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_line_costs_that_line(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "syncs.jsonl"
+    write = JsonLines(path)
+    write(outcome(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING, "rdt_core.outcomes"):
+            write(outcome(2))
+            write(outcome(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(caplog.records) == 1
+    assert "File too large" in caplog.text
+    assert path.read_bytes().count(b"\n") == 1
+    for version in (4, 5):
+        write(outcome(version))
+    assert [one.version for one in read_outcomes(path)] == [1, 4, 5]
+    assert "1 of its lines are not whole and are left out: line 2" in caplog.text
+
+
+def test_a_trainer_that_was_killed_in_a_line_begins_the_next_one_on_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "syncs.jsonl"
+    JsonLines(path)(outcome(1))
+    path.write_bytes(path.read_bytes()[:-20])
+    JsonLines(path)(outcome(2))
+    JsonLines(path)(outcome(3))
+    assert [one.version for one in read_outcomes(path)] == [2, 3]
+    assert len(path.read_bytes().splitlines()) == 3
+
+
+def test_what_an_outcome_is_made_of_breaks_no_sync(made, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    told: list[SyncOutcome] = []
+    group = made(2, 1, observers=[told.append])
+
+    def wrong(*args: object) -> None:
+        raise ZeroDivisionError("of a rate")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "rdt_core.outcomes"):
+        patch.setattr("rdt_core.outcomes.slow_links", wrong)
+        group.publish(1)
+        group.serves(1)
+    assert not told
+    assert "cannot be told to observers: ZeroDivisionError('of a rate')" in caplog.text
+    group.publish(2)
+    assert [one.version for one in told] == [2]
+
+
+def test_states_that_cannot_be_computed_hide_no_error() -> None:
+    told: list[SyncOutcome] = []
+
+    def states() -> dict[str, str]:
+        raise KeyError("a")
+
+    with pytest.raises(RdtError, match="boom"), Watch([told.append], "policy").sync(3, "live", states):
+        raise RdtError("boom")
+    assert (told[0].error, told[0].replicas) == ("boom", {})
 
 
 def test_the_table_of_a_sync(made, capsys) -> None:

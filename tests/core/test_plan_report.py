@@ -152,6 +152,12 @@ def test_other_designs_are_as_slow_as_their_formulas_say() -> None:
         (("tiny-moe", "fsdp:ranks=2", "vllm:tp=4,ep=3"), "ep=3 does not divide tp=4"),
         (("tiny", "fsdp:ranks=2", "vllm:tp=2,ep=2"), "tiny has none"),
         (("tiny", "fsdp:ranks=2", "vllm:tp=1,pp=3"), "tiny has 2 layers"),
+        (("tiny", "fsdp:ranks=2", "vllm:tp=64"), "tp=64: tiny has 4 attention heads"),
+        (("tiny", "fsdp:ranks=2", "vllm:tp=99999999999999999999"), "tp has 20 digits; no size has more than 9"),
+        (("tiny", f"fsdp:ranks={'9' * 5000}", "vllm"), "ranks has 5000 digits"),
+        (("tiny", "fsdp:ranks=100001", "vllm:tp=1"), "these are 100001 ranks; a plan has at most 100000"),
+        (("tiny", "megatron:ranks=999999999,pp=999999999", "vllm:tp=1"), "these are 999999999 ranks"),
+        (("tiny", "fsdp:ranks=2", "vllm:tp=2,replicas=50001"), "these are 100002 ranks"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: tuple[str, str, str], text: str) -> None:
@@ -183,6 +189,10 @@ def test_the_command_prints_tables_json_and_a_picture(tmp_path: Path) -> None:
     assert answer["cluster"]["nic_gbs"] == 1.0
     assert answer["simulated_s"] is None
     assert {row["what"] for row in answer["balances"]} >= {"source ranks", "NICs of readers"}
+    for place in (tmp_path, machine / "plan.png"):
+        refused = runner.invoke(app, [*base, "--picture", str(place)])
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert f"rdt plan: --picture {place} cannot be written: " in refused.stderr
     wrong = runner.invoke(app, [*base[:-1], "sglang:tp=3"])
     assert wrong.exit_code == 2
     assert "3 engine ranks do not divide" in wrong.stderr

@@ -169,12 +169,12 @@ def side_by_side(links: LinkRates, count: int, each_s: float) -> tuple[wire.Link
     return links.links(meter, sources, kinds, lambda source: 1, is_first=False)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_broken_links_side_by_side_are_each_as_slow_as_one(count: int) -> None:
+@pytest.mark.parametrize("count", [2, 8])
+def test_broken_links_side_by_side_are_named_one_by_one_and_not_refused(count: int) -> None:
     links = LinkRates("a/0", HERE)
-    assert {link.floor for link in side_by_side(links, count, GB / 1e9 / 0.55)} == {1.0}
-    with pytest.raises(TransportError, match=r"at 0\.55 GB/s"):
-        side_by_side(links, count, GB / 1e9 / 0.55)
+    for _ in range(3):  # sound links that share a path with other readers' look the same
+        told = side_by_side(links, count, GB / 1e9 / 0.55)
+        assert {(link.floor, round(link.bytes / 1e9 / link.waited, 2)) for link in told} == {(1.0, 0.55)}
 
 
 def test_many_sound_links_may_share_a_path() -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from rdt_core import report
 from rdt_core.errors import RdtError
+from rdt_core.notation import OptionError
 from rdt_core.wire import LinkReport, PackReport, ReaderReport, SyncReport
 
 pytestmark = pytest.mark.unit
@@ -227,3 +228,23 @@ def test_a_file_is_written_whole_and_a_pipe_or_a_link_stays_what_it_is(tmp_path:
         with pytest.raises(RdtError, match="cannot be written"):
             report.write_json(wrong, [3])
     assert {one.name for one in tmp_path.iterdir()} == {"real.json", "link.json", "pipe"}
+
+
+def test_a_path_is_tried_without_touching_what_is_there(tmp_path: Path) -> None:
+    real, pipe = tmp_path / "real.json", tmp_path / "pipe"
+    real.write_text("old")
+    os.mkfifo(pipe)
+    for right in (real, pipe, tmp_path / "deep" / "new.json"):
+        report.try_path(right, "--json")
+    assert real.read_text() == "old"
+    for wrong in (tmp_path, real / "below", tmp_path / ("n" * 300)):
+        with pytest.raises(OptionError, match=f"--json {wrong} cannot be written: "):
+            report.try_path(wrong, "--json")
+    assert [one.name for one in tmp_path.rglob("*") if one.name not in ("real.json", "pipe")] == ["deep"]
+
+
+def test_a_picture_that_cannot_be_written_says_where(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(RdtError, match=f"{tmp_path} cannot be written: Is a directory"):
+        report.plot(tmp_path, [{"version": 1, "reward": 0.5, "seconds": 1.0}])
+    assert not list(tmp_path.parent.glob(f".{tmp_path.name}*"))

@@ -68,5 +68,5 @@ def test_ranks_of_a_group_gather_every_tensor(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         found = torch.load(tmp_path / f"found.{rank}")
-        assert len(found) == 8
+        assert len(found) == 8 + 4
         assert all(found.values()), found

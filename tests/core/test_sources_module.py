@@ -310,3 +310,21 @@ def test_the_fingerprint_follows_memory_and_makes_no_view() -> None:
     module[0].bias = None
     with pytest.raises(SourceError, match=r"'0\.bias' was declared"):
         source.fingerprint()
+
+
+def test_modules_that_were_replaced_or_added_are_refused_and_wrappers_are_not() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    source = ModuleSource(module)
+    before = source.fingerprint()
+    module[1].add_module("probe", nn.Identity())
+    assert source.fingerprint() == before
+    kept = module[0]
+    module[0] = torch.nn.Linear(4, 3)
+    for call in (source.fingerprint, source.shards):
+        with pytest.raises(SourceError, match=r"replaced, added or taken away .*: '0\.bias', '0\.weight'; make a new"):
+            call()
+    module[0] = kept
+    assert source.fingerprint() == before
+    module.append(torch.nn.Linear(2, 2))
+    with pytest.raises(SourceError, match=r"'2\.bias', '2\.weight'"):
+        source.fingerprint()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from rdt_core.errors import ConformanceError, EngineError
@@ -198,6 +200,14 @@ META = TensorMeta(name="norm", shape=(17,), dtype="float32")
             {"metadata": metadata(lambda found: [*found[:-1], META])},
             r"rank 0 declares checkpoint tensor 'norm' \[16\]|'norm' \[17\] float32",
         ),
+        (
+            {"metadata": metadata(lambda found: [TensorMeta(name="embed", shape=[40, 16], dtype="float32")])},
+            r"rank 1 declares 'embed' with the shape \[40, 16\], a list; a shape is a tuple of plain integers",
+        ),
+        (
+            {"metadata": metadata(lambda found: [TensorMeta(name="norm", shape=(16,), dtype=torch.float32)])},
+            "rank 1 declares 'norm' as torch.float32; dtypes on the wire go by name: write 'float32'",
+        ),
         ({"ignored": lambda source, inner: lambda: ["typo"]}, "rank 1 ignores 'typo', which no rank declares"),
         ({"fingerprint": counting}, r"rank 1: fingerprint\(\) differs between two calls"),
     ],
@@ -209,7 +219,8 @@ def test_a_broken_source_is_told_why(changes: dict[str, Any], wrong: str) -> Non
 
 
 def test_what_is_no_source_is_told() -> None:
-    with pytest.raises(ConformanceError, match="rank 0 is a Linear, which lacks methods of a source"):
+    lacks = r"rank 0 is a Linear, which lacks methods of a source: metadata, ignored, shards \(or __iter__\);"
+    with pytest.raises(ConformanceError, match=lacks):
         check_source(lambda rank, ranks: torch.nn.Linear(2, 2))
 
 
@@ -449,6 +460,13 @@ class Dead(Client):
         raise EngineError("it is dead")
 
 
+class LetsRayOut(Client):
+    def version(self, *, deadline: float) -> int | None:
+        if deadline < time.monotonic():
+            raise ray.exceptions.GetTimeoutError("Get timed out")
+        return self.inner.version(deadline=deadline)
+
+
 class Halting(Client):
     def resume(self, *, deadline: float) -> None:
         self.halted = True
@@ -461,6 +479,7 @@ class Halting(Client):
         (NeverStamps, r"says version None after commit\(\); 1 is expected"),
         (DeafToAbort, "says version 2 after a sync that failed; abort.. tears every rank"),
         (Halting, "does not generate after the first sync"),
+        (LetsRayOut, r"version\(\) whose deadline has passed raises GetTimeoutError of ray.exceptions"),
     ],
 )
 def test_a_broken_client_is_told_why(kind: type[Client], wrong: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.machinery
 import importlib.util
 import io
@@ -298,6 +299,7 @@ def test_a_local_change_of_what_stayed_the_same_here_stops_a_sync(checkout: Path
         (("--sync",), 1, "one copy is expected below"),
         (("--check", "--as", "host"), 1, "no copy was made there"),
         (("--as", "not-a-name"), 1, "is no dotted module name"),
+        (("--as", "class.rdt"), 1, "is no dotted module name"),
         ((), 2, "the first copy needs --as NAME"),
         (("--check", "--force", "--as", "host"), 2, "--check changes nothing"),
     ],
@@ -319,3 +321,40 @@ def test_what_is_in_the_way_is_named(checkout: Path, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "in the way: rdt_core/a.py" in done.stderr
     assert other.read_text() == "value = 0\n"
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_lock_that_names_a_file_outside_the_copy_removes_nothing(
+    checkout: Path, copy: Path, tmp_path: Path, absolute: bool
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("mine")
+    lock = json.loads((copy / "rdt-vendored.json").read_text())
+    name = str(other) if absolute else "../../../other.txt"
+    assert (copy / name).samefile(other)
+    lock["files"][name] = {"source": "", "copy": hashlib.sha256(b"mine").hexdigest()}
+    (copy / "rdt-vendored.json").write_text(json.dumps(lock))
+    for arguments in (("--sync",), ("--sync", "--force"), ("--check",), ("--as", "host.rdt")):
+        done = vendor(copy.parents[1], *arguments, root=checkout)
+        assert done.returncode == 1
+        assert "lies outside the copy" in done.stderr
+    assert other.read_text() == "mine"
+
+
+def test_a_lock_that_is_cut_or_of_another_form_is_refused(checkout: Path, copy: Path) -> None:
+    path = copy / "rdt-vendored.json"
+    whole = path.read_text()
+    lock = json.loads(whole)
+    wrong = [whole[:100], "[]", "{}", *(json.dumps({**lock, key: 3}) for key in lock)]
+    wrong += [json.dumps({**lock, "files": {"LICENSE": {}}}), json.dumps({**lock, "packages": ["other"]})]
+    wrong += [json.dumps({**lock, "as": "host.class"})]
+    for text in wrong:
+        path.write_text(text)
+        for arguments in (("--check",), ("--sync",), ("--sync", "--as", "host.rdt")):
+            done = vendor(copy.parents[1], *arguments, root=checkout)
+            assert done.returncode == 1
+            assert str(path) in done.stderr
+            assert "from the commit that made the copy" in done.stderr
+    path.unlink()
+    done = vendor(copy.parents[1], "--as", "host.rdt", "--force", root=checkout)
+    assert done.returncode == 0, done.stderr

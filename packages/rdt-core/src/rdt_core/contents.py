@@ -91,6 +91,7 @@ class Live:
                 share(shard.tensor.untyped_storage())
         found = storages(shard.tensor for shard in shards)
         self._memory = list(found.values())
+        self._places = list(found)
         regions = {address: export(tensor, None) for address, tensor in found.items()}
         self.shards = [
             wire.ShardMeta(
@@ -106,7 +107,7 @@ class Live:
 
     def is_bound(self) -> bool:
         """See `Contents.is_bound`: packing and digests read what was exported."""
-        return all(map(torch.Tensor.data_ptr, self._memory))
+        return self._places == list(map(torch.Tensor.data_ptr, self._memory))
 
     def bind(self, shards: Sequence[Shard]) -> None:
         """See `Contents.bind`. Raises SourceError: readers must learn the new addresses."""

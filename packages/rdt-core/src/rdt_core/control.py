@@ -22,6 +22,7 @@ from . import wire
 from .checks import Landed
 from .coordinator import Coordinator
 from .errors import CoordinatorLostError, DeadlineError, MembershipError, RdtError, SyncError
+from .rayauth import way_out
 
 DEFAULT_NAMESPACE = "rdt"
 _POLL_S = 0.1
@@ -463,7 +464,7 @@ def ensure_ray(address: str | None = None, namespace: str = DEFAULT_NAMESPACE) -
         namespace: for a new connection.
 
     Raises:
-        MembershipError: no address is known, or no cluster answers there.
+        MembershipError: no address is known, no cluster answers there, or it does not take this process's token.
     """
     import ray
 
@@ -478,8 +479,8 @@ def ensure_ray(address: str | None = None, namespace: str = DEFAULT_NAMESPACE) -
     try:
         probe(address)
         ray.init(address=address, namespace=namespace, log_to_driver=False)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise MembershipError(f"no Ray cluster answers at {address!r}: {error}") from error
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise MembershipError(f"no Ray cluster answers at {address!r}: {error}{way_out(error)}") from error
 
 
 def probe(address: str) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from .errors import CoverageError
+from .errors import CoverageError, SourceError
 from .layout import groups
-from .wire import SourceManifest, TensorMeta
+from .wire import DTYPE_BYTES, SourceManifest, TensorMeta
 
 
 class Declared:
@@ -54,6 +54,33 @@ class Declared:
         if len(self._lists) == 1:
             return next(iter(self._lists))
         return tuple(self.tensors[name] for name in chain.from_iterable(groups(tuple(self.tensors))))
+
+
+def check(tensors: Iterable[TensorMeta], who: str) -> None:
+    """Checks what a source of anybody's own declares, before anything is done with it.
+
+    Args:
+        tensors: its `metadata()`.
+        who: names it in the message.
+
+    Raises:
+        SourceError: what is declared is no `TensorMeta`, or has a shape or dtype that cannot travel.
+    """
+    for meta in tensors:
+        if not isinstance(meta, TensorMeta):
+            raise SourceError(f"{who}: metadata() gives a {type(meta).__name__} where a TensorMeta is expected")
+        if not isinstance(meta.name, str):
+            raise SourceError(f"{who} declares a tensor by the name {meta.name!r}; a name is a str")
+        shape: object = meta.shape
+        if not isinstance(shape, tuple) or not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise SourceError(
+                f"{who} declares {meta.name!r} with the shape {shape!r}, a {type(shape).__name__}; a shape is a tuple of plain "
+                "integers: tuple(tensor.shape)"
+            )
+        if not isinstance(meta.dtype, str) or meta.dtype not in DTYPE_BYTES:
+            word = str(meta.dtype).removeprefix("torch.")
+            way_out = f"write {word!r}" if word in DTYPE_BYTES else f"they are {', '.join(sorted(DTYPE_BYTES))}"
+            raise SourceError(f"{who} declares {meta.name!r} as {meta.dtype}; dtypes on the wire go by name: {way_out}")
 
 
 def merge(manifests: Iterable[SourceManifest]) -> tuple[TensorMeta, ...]:

@@ -8,8 +8,6 @@ receiver's (a fixed place in its receive buffer), so that prepared transfers lan
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from .errors import CoverageError, EngineError
 from .memory import whole
 from .tracing import Destinations, Fill, Slice, Trace, trace
 from .wire import TensorMeta
+from .written import Place, count_written, in_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,28 +160,27 @@ class ModuleLanding:
         return result
 
     def _refuse_stale(self, result: Trace) -> None:
-        landed: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # bytes by storage and first byte
-        for part in result.slices:
-            size = getattr(torch, part.dtype).itemsize
-            landed[part.destination][part.offset * size] += math.prod(part.shape) * size
-        for fill in dict.fromkeys(result.fills):
-            size = getattr(torch, fill.dtype).itemsize
-            landed[fill.destination][fill.offset * size] += left_to(fill, result.slices) * size
-        inside = {self._storages[key].data_ptr(): sorted(starts.items()) for key, starts in landed.items()}
-        stale = []
+        regions: dict[int, list[Slice | Fill]] = defaultdict(list)  # by address of the storage
+        written: list[Slice | Fill] = [*result.slices, *result.fills]
+        for part in written:
+            regions[self._storages[part.destination].data_ptr()].append(part)
+        named: dict[int, dict[str, torch.nn.Parameter]] = defaultdict(dict)
         for name, parameter in self.module.named_parameters():
-            starts = inside.get(parameter.untyped_storage().data_ptr(), [])
-            begin = int(parameter.storage_offset()) * parameter.element_size()
-            here = starts[bisect_left(starts, (begin, 0)) : bisect_left(starts, (begin + parameter.nbytes, 0))]
-            count = sum(nbytes for _, nbytes in here)
-            if (
-                count >= parameter.nbytes
-                # loaders that write a buffer of many parameters as one
-                or sum(nbytes for _, nbytes in starts) >= parameter.untyped_storage().nbytes()
-                or any(fnmatchcase(name, pattern) for pattern in self.kept)
-            ):
-                continue
-            stale.append(f"{name!r} ({count} of {parameter.nbytes} bytes)")
+            if parameter.numel():
+                named[parameter.untyped_storage().data_ptr()][name] = parameter
+        stale = []
+        for address, parameters in named.items():
+            parts = [(part, getattr(torch, part.dtype).itemsize) for part in regions[address]]
+            places = [(_place_of(one), one.element_size()) for one in parameters.values()]
+            unit = min(size for _, size in (*parts, *places))
+            counts = count_written(
+                [in_units(part, size // unit) for part, size in parts],
+                [in_units(place, size // unit) for place, size in places],
+                next(iter(parameters.values())).untyped_storage().nbytes() // unit,
+            )
+            for (name, parameter), count in zip(parameters.items(), counts, strict=True):
+                if count * unit < parameter.nbytes and not any(fnmatchcase(name, pattern) for pattern in self.kept):
+                    stale.append(f"{name!r} ({count * unit} of {parameter.nbytes} bytes)")
         if stale:
             shown = ", ".join(stale[:8]) + (f" and {len(stale) - 8} more" if len(stale) > 8 else "")
             raise CoverageError(
@@ -226,12 +224,5 @@ class ModuleLanding:
         self.torn = reason
 
 
-def left_to(fill: Fill, slices: Iterable[Slice]) -> int:
-    """Elements of a fill that no slice lands in afterwards, as far as extents tell: fills come before all slices."""
-    last = sum((size - 1) * stride for size, stride in zip(fill.shape, fill.strides, strict=True))
-    again = sum(
-        math.prod(one.shape)
-        for one in slices
-        if one.destination == fill.destination and fill.offset <= one.offset <= fill.offset + last
-    )
-    return max(0, math.prod(fill.shape) - again)
+def _place_of(tensor: torch.Tensor) -> Place:
+    return Place(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))

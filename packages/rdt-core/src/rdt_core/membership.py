@@ -56,6 +56,7 @@ class Membership:
         self._control = control
         self._reopen = reopen
         self._is_lost = False  # the coordinator died
+        self._has_left = False
         self._timeout_s = timeout_s
         self._timeline = Recorder()  # of the running sync
         self._token = uuid.uuid4().hex
@@ -192,6 +193,7 @@ class Membership:
 
     def leave(self) -> None:
         """Leaves the group and releases what links hold. The parameters are left alone. Idempotent."""
+        self._has_left = True
         try:
             if self.rank == 0:
                 # its process keeps the coordinator, and the other ranks may still ask it for the last outcome

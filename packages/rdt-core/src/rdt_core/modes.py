@@ -7,6 +7,7 @@ never replaced.
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,7 @@ from .memory import can_share, is_expandable
 from .sources.base import IterableWeightSource, Shard, WeightSource
 
 MODES = ("auto", "live", "snapshot", "bucket")
+SHARED_MEMORY = "/dev/shm"
 #: open files that a trainer has besides
 _OTHER_FILES = 512
 _ITERATED = "the source can only be iterated as full tensors"
@@ -67,10 +69,16 @@ def choose_mode(
 def _why_not_live(shards: Sequence[Shard], wire_dtype: Callable[[str], torch.dtype], mapped: bool) -> str | None:
     if mapped:
         storages = {
-            storage.data_ptr()
+            storage.data_ptr(): storage.nbytes()
             for shard in shards
             if not (storage := shard.tensor.untyped_storage()).is_shared() and shard.tensor.device.type == "cpu"
         }
+        room = _shared_memory()
+        if room is not None and sum(storages.values()) > room:
+            return (
+                f"sharing the parameters needs {sum(storages.values())} bytes of shared memory, and {SHARED_MEMORY} has {room} "
+                "(docker: --shm-size)"
+            )
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit != resource.RLIM_INFINITY and len(storages) + _OTHER_FILES > limit:
             return (
@@ -91,6 +99,14 @@ def _why_not_live(shards: Sequence[Shard], wire_dtype: Callable[[str], torch.dty
         if shard.tensor.is_conj() or shard.tensor.is_neg():
             return f"{shard.name!r} is a lazily conjugated or negated view"
     return None
+
+
+def _shared_memory() -> int | None:
+    """Bytes that are free where shared memory is made; None where that cannot be known."""
+    if not os.path.isdir(SHARED_MEMORY):
+        return None
+    found = os.statvfs(SHARED_MEMORY)
+    return found.f_bavail * found.f_frsize
 
 
 def _why_not_snapshot(nbytes: int, device: torch.device) -> str | None:

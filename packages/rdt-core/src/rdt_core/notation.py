@@ -17,6 +17,7 @@ TRAINERS: dict[str, dict[str, int]] = {
     "fsdp": {"ranks": 2, "replicas": 1, "apart": 0},
     "megatron": {"ranks": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "vpp": 1, "first": 0, "last": 0},
 }
+_DIGITS = 9
 _ENGINE = {"tp": 1, "ep": 1, "pp": 1, "replicas": 1}
 ENGINES: dict[str, dict[str, int]] = {"vllm": _ENGINE, "sglang": _ENGINE}
 
@@ -60,6 +61,9 @@ def parse_spec(option: str, text: str, names: tuple[str, ...], defaults: Mapping
         key, _, value = item.partition("=")
         if key not in defaults:
             raise OptionError(f"{option} {text!r}: unknown setting {key!r}; known: {', '.join(defaults)}")
+        # before it is read: Python refuses to read thousands of digits
+        if value.isascii() and value.isdigit() and len(value) > _DIGITS:
+            raise OptionError(f"{option}: {key} has {len(value)} digits; no size has more than {_DIGITS}")
         if not value.isascii() or not value.isdigit() or int(value) < 1:
             raise OptionError(f"{option} {text!r}: {key} must be a whole number of at least 1, not {value!r}")
         settings[key] = int(value)

@@ -7,8 +7,10 @@ logged once and never breaks a sync.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _WIDTH = 160
 _LINE = 500
+_SHOWN = 5
 
 
 class SyncOutcome(wire.Struct, frozen=True):
@@ -124,7 +127,12 @@ class Watch:
     def _tell(self, make: Callable[[], SyncOutcome]) -> None:
         if not self._observers:
             return
-        outcome = make()
+        try:
+            outcome = make()
+        except Exception as error:
+            # the replicas serve by now, or a sync has failed for another reason: neither changes for the sake of a report
+            log.warning("group %r: what became of a sync cannot be told to observers: %r", self._group, error)
+            return
         for number, observer in enumerate(self._observers):
             try:
                 observer(outcome)
@@ -192,13 +200,15 @@ class Watch:
     def _ask(self, states: Callable[[], Mapping[str, str]]) -> dict[str, str]:
         try:
             return dict(states())
-        except RdtError as error:
+        except Exception as error:
             log.debug("group %r: the coordinator does not say how the replicas are: %s", self._group, error)
             return {}
 
 
 class JsonLines:
     """Appends a line of JSON to a file for every sync, committed or failed. A disk that is full costs a warning, no sync.
+
+    A line that was cut, by such a disk or by the end of a process, stays cut; the next one begins on a line of its own.
 
     Args:
         path: of the file; folders above it are made.
@@ -218,7 +228,13 @@ class JsonLines:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # one write, so that a reader sees whole lines; opened anew, so that the file may be rotated away
             with open(self.path, "ab", buffering=0) as file:
-                file.write(line)
+                rest = memoryview(line if _is_whole(self.path, file.fileno()) else b"\n" + line)
+                while rest:
+                    # a disk that becomes full takes a part without an error, and says so only when it is asked again
+                    taken = file.write(rest)
+                    if not taken:
+                        raise OSError(errno.EIO, "nothing of a line was taken")
+                    rest = rest[taken:]
         except OSError as error:
             if not self._is_warned:
                 log.warning(
@@ -245,30 +261,52 @@ def print_table(outcome: SyncOutcome) -> None:
 def read_outcomes(path: str | os.PathLike[str]) -> list[SyncOutcome]:
     """Reads what `JsonLines` wrote.
 
-    A last line that is not whole, of a process that was killed while it wrote, is left out with a warning.
+    Lines that are not whole (of a process that was killed while it wrote, of a disk that was full) are left out with a
+    warning.
 
     Raises:
-        RdtError: the file cannot be read, or a line is no outcome of a sync.
+        RdtError: the file cannot be read, a line says something else, or no line of several is whole.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise RdtError(f"reports of syncs cannot be read from {path}: {error}") from error
     decoder = msgspec.json.Decoder(SyncOutcome)
-    found = []
+    found: list[SyncOutcome] = []
+    cut: list[int] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             found.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if number == len(lines):
-                log.warning("%s: the last line is not whole and is left out", path)
-                continue
+        except msgspec.ValidationError as error:
             raise RdtError(
                 f"line {number} of {path} is no outcome of a sync ({error}); expected a file that JsonLines wrote"
             ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            cut.append(number)
+    if len(cut) > 1 and not found:
+        raise RdtError(
+            f"none of {len(cut)} lines of {path} is an outcome of a sync; expected a file that JsonLines wrote"
+        )
+    if cut:
+        shown = ", ".join(map(str, cut[:_SHOWN])) + ", …" * (len(cut) > _SHOWN)
+        log.warning("%s: %d of its lines are not whole and are left out: line %s", path, len(cut), shown)
     return found
+
+
+def _is_whole(path: Path, descriptor: int) -> bool:
+    """Whether a file that is open for writing is none that can be cut, is empty, or ends in a whole line."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or not status.st_size:
+        return True
+    try:
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+    except OSError:
+        # it may be written and not read; an empty line does no harm
+        return False
 
 
 def _finite(value: float) -> float | None:

@@ -17,6 +17,7 @@ import torch
 
 from . import versions, wire
 from .contents import Buckets, Contents, Declaration, Live, Snapshot
+from .declared import check as check_declared
 from .errors import SourceError, TransportError
 from .linking import PACK_REGION, request_digest
 from .memory import Allocations, Arena, give_back, settle
@@ -84,7 +85,9 @@ class Publisher:
         self.rank = rank
         self._source = source
         self._versions = versions.check_local(need_nixl=any(kind in ("prepared", "ray") for kind in kinds))
+        check_methods(source, f"the source of rank {rank}")
         tensors = tuple(source.metadata())
+        check_declared(tensors, f"source rank {rank}")
         self._declaration = Declaration(tensors, {tensor.name: number for number, tensor in enumerate(tensors)})
         shards = (
             [shard for shard in source.shards() if shard.tensor.numel()] if isinstance(source, WeightSource) else []

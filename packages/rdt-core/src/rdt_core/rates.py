@@ -137,23 +137,25 @@ class LinkRates:
             node = sources[source].node
             path = paths[source]
             named, least = self._floors(path, node)
-            # many sound links share a path that is busy with all of them; broken ones are slow each for itself
-            crawls = together[path] < CRAWL * max(named, least)
             report = wire.LinkReport(
                 source=source, reader=self._reader, kind=kinds[source], bytes=moved.nbytes, seconds=moved.seconds,
-                waited=moved.alone if crawls else moved.waited, path=path,
+                waited=moved.waited, path=path,
             )  # fmt: skip
             if moved.nbytes >= self._least_bytes:
+                # broken links side by side are slow each for itself, and so are sound ones that share a path with those of
+                # other readers: named then, never refused
+                crawls = path != "network" and together[path] < CRAWL * named
+                shown = msgspec.structs.replace(report, waited=moved.alone) if crawls else report
+                beside = PIECE_S[report.kind] * pieces(source) if is_below(shown, max(named, least)) else 0.0
                 if is_below(report, max(named, least)):
-                    beside = PIECE_S[report.kind] * pieces(source)
                     if self._judge(report, least, beside, is_first):
                         refused.append((rate(report.bytes, report.waited), least, report))
-                    if is_below(report, named, beside) and not is_first:
-                        report = msgspec.structs.replace(report, floor=named)
-                        gbps = rate(report.bytes, report.waited)
-                        log.warning("slow link: %s %.2f GB/s, floor %g", link_name(report), gbps, named)
                 else:
                     self._in_a_row.pop(source, None)
+                if is_below(shown, named, beside) and not is_first:
+                    report = msgspec.structs.replace(shown, floor=named)
+                    gbps = rate(report.bytes, report.waited)
+                    log.warning("slow link: %s %.2f GB/s, floor %g", link_name(report), gbps, named)
             # what the first one takes says little about the path
             reports.append(msgspec.structs.replace(report, waited=0.0) if is_first else report)
         if refused:

@@ -150,9 +150,16 @@ class ModuleReplica:
     Args:
         workers: objects, or handles of Ray actors made from `ModuleWorker`, in rank order.
         name: of the replica, unique in its group.
+
+    Raises:
+        EngineError: `workers` is no list.
     """
 
     def __init__(self, workers: Sequence[Any], *, name: str = "module") -> None:
+        if not isinstance(workers, Sequence):
+            raise EngineError(
+                f"replica {name!r}: workers is a {type(workers).__name__}; give a list of workers in rank order, one for each rank"
+            )
         self.name = name
         self.workers = list(workers)
 

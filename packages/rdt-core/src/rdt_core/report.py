@@ -6,9 +6,13 @@ wall-clock. A rate is bytes over the time in which the link had bytes in flight.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
+import stat
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +21,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import RdtError
+from .notation import OptionError
 from .wire import CheckReport, LinkReport, SyncReport
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 #: links that moved less in a sync are not called slow: their time is latency, not rate
@@ -242,31 +248,87 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_whole(path, json.dumps(msgspec.to_builtins(value), indent=2, allow_nan=False) + "\n")
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file in one step; what is no regular file (a pipe, a device) is written into and stays what it is.
 
     Args:
         path: folders above it are made; a link is followed.
-        text: all of it.
+        content: all of it; text becomes UTF-8.
 
     Raises:
         RdtError: the file cannot be written.
     """
+    data = content.encode() if isinstance(content, str) else content
     try:
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(data)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".{target.name[:100]}.{os.getpid()}")
         try:
-            draft.write_text(text, encoding="utf-8")
+            draft.write_bytes(data)
             os.replace(draft, target)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise RdtError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+        raise RdtError(f"{os.fspath(path)} cannot be written: {_why(error)}") from error
+
+
+def try_path(path: str | os.PathLike[str], option: str) -> None:
+    """Finds out whether `write_whole` could write a file there, before long work whose result goes into it.
+
+    Args:
+        path: folders above it are made; what is there is not touched.
+        option: of a command, which said so.
+
+    Raises:
+        OptionError: it could not.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        kind = _kind(target)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if kind and not stat.S_ISREG(kind):
+            # not opened: a pipe would wait for its reader, or tell it that this was all
+            if not os.access(target, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        with tempfile.NamedTemporaryFile(prefix=f".{target.name[:100]}.", dir=target.parent):
+            pass
+    except OSError as error:
+        raise OptionError(f"{option} {os.fspath(path)} cannot be written: {_why(error)}") from error
+
+
+def _why(error: OSError) -> str:
+    # a folder cannot be made where a file is
+    return os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or str(error)
+
+
+def _kind(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def save_figure(path: str | os.PathLike[str], figure: Figure, form: str = "png") -> None:
+    """Writes a figure of matplotlib as `write_whole` writes text.
+
+    Args:
+        path: see `write_whole`.
+        figure: with a canvas.
+        form: "png", "svg" or "pdf".
+
+    Raises:
+        RdtError: the file cannot be written.
+    """
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format=form)
+    write_whole(path, drawn.getvalue())
 
 
 def plot(path: str | os.PathLike[str], steps: Sequence[Mapping[str, Any]]) -> None:
@@ -277,7 +339,7 @@ def plot(path: str | os.PathLike[str], steps: Sequence[Mapping[str, Any]]) -> No
         steps: mappings with `version`, `reward` and `seconds`.
 
     Raises:
-        RdtError: matplotlib is not installed.
+        RdtError: matplotlib is not installed, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -297,8 +359,7 @@ def plot(path: str | os.PathLike[str], steps: Sequence[Mapping[str, Any]]) -> No
     lower.xaxis.get_major_locator().set_params(integer=True)
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
+    save_figure(path, figure)
 
 
 def link_name(link: LinkReport) -> str:

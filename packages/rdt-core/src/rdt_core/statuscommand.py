@@ -17,6 +17,7 @@ import typer
 
 from .control import DEFAULT_NAMESPACE, RayControl, probe
 from .errors import CoordinatorLostError, MembershipError, RdtError
+from .rayauth import way_out
 from .report import one_line
 from .signals import terminable
 from .wire import GroupStatus
@@ -78,10 +79,10 @@ def connect(address: str) -> None:
             address=where, namespace=DEFAULT_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR,
             ignore_reinit_error=True,
         )  # fmt: skip
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise MembershipError(
             f"no Ray cluster answers at {where!r} ({one_line(str(error))}); start this on a node of the cluster, and name its "
-            "address with --address or RAY_ADDRESS"
+            f"address with --address or RAY_ADDRESS{way_out(error)}"
         ) from error
 
 
@@ -125,6 +126,12 @@ def _ask(name: str, namespace: str, timeout_s: float) -> GroupStatus:
     return RayControl(name, handle).status(timeout_s)
 
 
+def _empty() -> str:
+    import ray
+
+    return f"there is no group in the cluster at {ray.get_runtime_context().gcs_address}"
+
+
 def _once(target: Any, groups: list[GroupStatus], json: bool) -> None:
     from rich.console import Console
 
@@ -139,7 +146,7 @@ def _once(target: Any, groups: list[GroupStatus], json: bool) -> None:
         for one in groups:
             console.print(view(one))
         if not groups:
-            console.print("there is no group in this cluster")
+            console.print(_empty())
     target.flush()
 
 
@@ -156,7 +163,7 @@ def _watch(target: Any, group: str, namespace: str, interval_s: float, timeout_s
         while True:
             try:
                 groups = look(group, namespace, timeout_s)
-                shown: Any = Group(*map(view, groups)) if groups else Text("there is no group in this cluster")
+                shown: Any = Group(*map(view, groups)) if groups else Text(_empty())
             except RdtError as error:
                 shown = Text(f"{type(error).__name__}: {error}", style="bold red")
             live.update(shown, refresh=True)

@@ -8,6 +8,7 @@ between two calls: no thread, no port, no actor of the trainer's. A coordinator 
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -76,6 +77,7 @@ class WeightSync(Membership):
         check_mode(verify)
         self._policy = policy
         self._verify = verify
+        self._was_alone = False  # published without a replica, and said so
         self._watch = Watch(observers if rank == 0 else None, group)
         self._driver = Driver(
             {
@@ -282,8 +284,9 @@ class WeightSync(Membership):
             DeadlineError: a rank did not take part in time; names it.
             CoordinatorLostError: the coordinator died in the middle; publish again.
             EngineError: on rank 0, after the commit: a replica could not be stamped or resumed.
+            MembershipError: this rank has left.
         """
-        return self._publish(version, None, timeout_s, policy, verify)
+        return self._publish(_number(version), None, timeout_s, policy, verify)
 
     def catch_up(
         self, *, timeout_s: float | None = None, policy: str | None = None, verify: str | None = None
@@ -349,6 +352,8 @@ class WeightSync(Membership):
         policy = self._policy if policy is None else policy
         _check_policy(policy)
         mode = check_mode(self._verify if verify is None else verify)
+        if self._has_left:
+            raise MembershipError(f"source rank {self.rank} has left group {self.group!r}; join again to publish")
         with self._watch.sync(version, self.mode, self._states) as watched:
             self._timeline = watched.timeline
             try:
@@ -431,6 +436,9 @@ class WeightSync(Membership):
         self._driver.doubted.update((*report.failed, *unreleased))
         self._driver.outdated.update(report.outdated)
         log.info(log_line(report))
+        if not self._driver.clients and not self._was_alone:
+            self._was_alone = True
+            log.warning("version %d of %r went to nobody: no replica is attached", version, self.group)
         if unreleased:
             told = "; ".join(f"replica {name!r}: {error}" for name, error in unreleased.items())
             if policy == "require_all":
@@ -523,6 +531,13 @@ def _open_living(open: Callable[[float], Control], timeout_s: float) -> Control:
         except CoordinatorLostError:
             if time.monotonic() >= deadline:
                 raise
+
+
+def _number(version: object) -> int:
+    try:
+        return operator.index(version)  # type: ignore[arg-type]
+    except TypeError:
+        raise SyncError(f"version {version!r} is a {type(version).__name__}; versions are integers") from None
 
 
 def _check_policy(policy: str) -> None:

@@ -293,8 +293,10 @@ def _overlap(earlier: Slice, view: torch.Tensor) -> bool:
 
 
 def _loader_line() -> str:
-    """File, line, function and text of the innermost frame outside torch, the standard library and this package."""
-    own = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
+    """File, line, function and text of the innermost frame outside torch, Ray, the standard library and this package."""
+    # Ray wraps an actor's methods in frames of its own
+    wrapping = [module.__file__ for name in ("ray",) if (module := sys.modules.get(name)) is not None]
+    own = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__, *wrapping) if file)
     standard = os.path.dirname(os.__file__) + os.sep
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -305,7 +307,7 @@ def _loader_line() -> str:
             text = linecache.getline(file, frame.f_lineno).strip()[:120]
             return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {text}"
         frame = frame.f_back
-    return "unknown"
+    return "rdt's own, which copies by name"
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

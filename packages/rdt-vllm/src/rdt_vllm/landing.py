@@ -21,10 +21,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError
-from rdt_core.landing import Destination, left_to, storage_bytes
+from rdt_core.landing import Destination, storage_bytes
 from rdt_core.sources.watch import ParameterWatch, TreeWatch
 from rdt_core.tracing import Destinations, Trace, trace
 from rdt_core.wire import TensorMeta
+from rdt_core.written import Place, count_written
 
 from . import layers
 from .guard import TornGuard
@@ -161,10 +162,15 @@ class VllmLanding:
         for piece in result.slices:
             landed[piece.destination] += math.prod(piece.shape)
         self._fills = defaultdict(list)
+        filled: dict[str, None] = {}
         for fill in result.fills:
             self._fills[fill.destination].append(fill)
             if fill.destination in landed:
-                landed[fill.destination] += left_to(fill, result.slices)
+                filled.setdefault(fill.destination)
+        for key in filled:  # what is filled first and loaded then counts once
+            elements = self._formats[key].nbytes // getattr(torch, self._fills[key][0].dtype).itemsize
+            regions = [*self._fills[key], *(one for one in result.slices if one.destination == key)]
+            (landed[key],) = count_written(regions, [Place(0, (elements,), (1,))], elements)
         self._refuse_attention(landed)
         self._ties, shared = self._find_ties(landed)
         self._refuse_uncovered(landed, shared)

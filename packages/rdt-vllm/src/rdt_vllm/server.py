@@ -122,7 +122,8 @@ class VllmServer:
 
         async def begin() -> None:
             await self._llm.start_weight_update()
-            await self._llm.update_weight_version(f"{RECEIVING}{version}")
+            if turn == self._turn:  # else whoever ended this sync may have stamped the engine since
+                await self._llm.update_weight_version(f"{RECEIVING}{version}")
 
         async def pull() -> None:
             left_s = max(end - time.monotonic(), 1.0)

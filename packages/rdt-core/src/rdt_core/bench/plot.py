@@ -7,12 +7,16 @@ because peers may take many times as long.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any
 
 from ..notation import OptionError
+from ..report import save_figure
 from .options import PLOTS
 from .results import BenchReport, Cell, p50
+
+log = logging.getLogger(__name__)
 
 #: segments of a bar, in the order of a sync, with their colours
 _PARTS = {
@@ -51,23 +55,32 @@ def parts(cell: Cell) -> dict[str, float]:
 
 
 def draw(report: BenchReport, path: Path) -> None:
-    """Draws what was measured so far into `path`; the suffix says the format."""
+    """Draws what was measured so far into `path`; the suffix says the format. Where that is nothing, it draws nothing.
+
+    Raises:
+        RdtError: the file cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     cells = [cell for cell in report.cells if not cell.error]
     peers = [row for row in report.peers if row.seconds]
+    if not cells and not peers:
+        log.warning("nothing was measured: no picture is drawn into %s", path)
+        return
     rows = len(cells) + (len(peers) + 1 if peers else 0)
+    heights = [len(cells) + 1.5] * bool(cells) + [len(peers) + 2.5] * bool(peers)
     # figure and canvas without pyplot: no global state, no window system
     figure = Figure(figsize=(10, 2.6 + 0.34 * rows + (0.9 if peers else 0.0)), layout="constrained")
     FigureCanvasAgg(figure)
-    shares = [max(1, len(cells)) + 1.5, len(peers) + 2.5] if peers else [1]
-    axes = figure.subplots(len(shares), 1, height_ratios=shares, squeeze=False)[:, 0]
+    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     figure.suptitle(
         f"{report.model}, {report.bytes / 1e9:.3g} GB: {report.trainer} to {report.engine} on {report.device_name}; "
         f"p50 of {report.rounds} syncs", fontsize=11,
     )  # fmt: skip
-    _cells(axes[0], cells)
+    if cells:
+        _cells(axes[0], cells)
+        figure.legend(loc="outside lower center", fontsize=8, ncols=5, frameon=False)
     if peers:
         best = min(cells, key=lambda cell: p50(cell.seconds), default=None)
         labels = [row.label for row in peers]
@@ -75,9 +88,9 @@ def draw(report: BenchReport, path: Path) -> None:
         if best is not None:
             labels, values = [f"rdt: {_label(best)}", *labels], [1e3 * p50(best.seconds), *values]
         colours = ["#2f6fb0" if label.startswith("rdt") else "#8c8c8c" for label in labels]
-        bars = axes[1].barh(labels, values, color=colours, height=0.65)
-        axes[1].bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
-        axes[1].set_title("other ways to move the same bytes", fontsize=10, loc="left")
+        bars = axes[-1].barh(labels, values, color=colours, height=0.65)
+        axes[-1].bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+        axes[-1].set_title("other ways to move the same bytes", fontsize=10, loc="left")
     for one in axes:
         one.invert_yaxis()
         one.set_xlabel("ms a sync", fontsize=9)
@@ -85,9 +98,7 @@ def draw(report: BenchReport, path: Path) -> None:
         one.grid(axis="x", alpha=0.3)
         one.spines[["top", "right"]].set_visible(False)
         one.margins(x=0.08)
-    figure.legend(loc="outside lower center", fontsize=8, ncols=5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format=path.suffix.removeprefix("."))
+    save_figure(path, figure, path.suffix.removeprefix("."))
 
 
 def _cells(axes: Any, cells: list[Cell]) -> None:
@@ -109,7 +120,7 @@ def _cells(axes: Any, cells: list[Cell]) -> None:
             axes.scatter(
                 *zip(*held, strict=True), marker=marker, s=sizes, color=colour, label=said, zorder=3, linewidths=1.6
             )
-    reach = 0.06 * max(*start, *(one for cell in cells for one in _markers(cell)), 0.0)
+    reach = 0.06 * max([*start, *(one for cell in cells for one in _markers(cell))], default=0.0)
     for at, (cell, end) in enumerate(zip(cells, start, strict=True)):
         # a marker just behind the bar would lie on its number
         end = max([end, *(one for one in _markers(cell) if end <= one < end + reach)])

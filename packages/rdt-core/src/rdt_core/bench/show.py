@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..report import write_json
+from ..report import try_path, write_json
 from .measure import run
 from .options import BenchOptions
 from .plot import check_plot, draw
 from .results import BenchReport, Cell, PeerRow, p50, p95, ratio, to_dict
+
+log = logging.getLogger(__name__)
 
 _WIDTH = 200
 _ERROR = 400
@@ -44,11 +47,13 @@ def bench_command(target: Any, options: BenchOptions, json_file: str = "", plot:
     """
     import ray
     import torch
-    from rich.console import Console
 
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     options = options.check(gpus)
     check_plot(plot)
+    for option, path in (("--json", json_file if json_file != "-" else ""), ("--plot", plot)):
+        if path:
+            try_path(path, option)
     latest: list[BenchReport] = []
     try:
         with _progress(options) as advance:
@@ -67,17 +72,30 @@ def bench_command(target: Any, options: BenchOptions, json_file: str = "", plot:
                 run(options, gpus=gpus, observe=observe)
             finally:
                 ray.shutdown()
-    finally:
-        if latest and json_file == "-":
-            target.write(json.dumps(to_dict(latest[0]), allow_nan=False) + "\n")
-        elif latest:
+    except BaseException:
+        try:
+            _show(target, latest, json_file, plot)
+        except Exception as second:
+            # what stopped the bench is what its user has to read
+            log.warning("what was measured before cannot be shown: %s", second)
+        raise
+    _show(target, latest, json_file, plot)
+    return 0 if latest[0].exact and not latest[0].failed else 1
+
+
+def _show(target: Any, latest: list[BenchReport], json_file: str, plot: Path | None) -> None:
+    from rich.console import Console
+
+    for report in latest:
+        if json_file == "-":
+            target.write(json.dumps(to_dict(report), allow_nan=False) + "\n")
+        else:
             # a file has no width: a table that is wrapped for a terminal of 80 columns is hard to read in a log
             console = Console(file=target, width=None if target.isatty() else _WIDTH)
-            for one in tables(latest[0]):
+            for one in tables(report):
                 console.print(one)
-        if latest and plot is not None:
-            draw(latest[0], plot)
-    return 0 if latest[0].exact and not latest[0].failed else 1
+        if plot is not None:
+            draw(report, plot)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from .. import versions
+from .. import rayauth, versions
 from ..distributions import VENDORED, rdt_version
 from .devicechecks import check_allocator, check_gpus, check_mask, check_pairs, check_ucx
 from .facts import UNLIMITED, Facts, Finding, Severity, finding, on_node
@@ -213,6 +213,24 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def check_ray_token(facts: Facts) -> Iterator[Finding]:
+    """Whether a Ray cluster that starts here would ask for a token that a process which connects does not send."""
+    mode = facts.environment.get(rayauth.MODE, "")
+    if mode.lower() == "token" and not facts.has_ray_token:
+        yield finding(
+            Severity.NOTE, "ray-token", f"{rayauth.MODE}=token, and there is no token on this node",
+            "Ray makes one on the node where a cluster starts, and refuses every other process that has none",
+            "bring the token of the cluster's head (`ray get-auth-token` there) to ~/.ray/auth_token or RAY_AUTH_TOKEN",
+        )  # fmt: skip
+    elif facts.has_ray_token and not mode:
+        yield finding(
+            Severity.NOTE, "ray-token", f"Ray has a token on this node (~/.ray/auth_token), and {rayauth.MODE} is not set",
+            "a cluster that Ray 2.60 starts here asks for the token, and a process that connects to it sends none: trainers and "
+            "engines outside of it are refused, after half a minute",
+            f"set {rayauth.MODE}=token, or =disabled, for the cluster, trainers and engines alike, before they start",
+        )  # fmt: skip
+
+
 def check_ptrace(facts: Facts) -> Iterator[Finding]:
     """Whether one process may read another's memory, as UCX's transport cma does."""
     if facts.ptrace_scope > 0 and not facts.can_ptrace:
@@ -256,6 +274,7 @@ CHECKS: tuple[Check, ...] = (
     check_allocator,
     check_ptrace,
     check_limits,
+    check_ray_token,
 )
 
 

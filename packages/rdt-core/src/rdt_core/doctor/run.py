@@ -23,6 +23,7 @@ from ..demo.local import cluster as local_cluster
 from ..demo.options import OptionError
 from ..distributions import rdt_version
 from ..errors import RdtError
+from ..rayauth import way_out
 from .checks import compare, examine
 from .collect import collect
 from .facts import DoctorReport, Facts, Finding, Measured, Severity, finding, on_node
@@ -128,11 +129,11 @@ def _connected(options: DoctorOptions, watch: Watch) -> Iterator[None]:
     try:
         probe(address)
         ray.init(address=address, namespace="rdt-doctor", log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         where = "this machine" if address == "auto" else repr(address)
         raise OptionError(
             f"no Ray cluster answers at {where}: {error}; start one (ray start --head), or "
-            "leave out --cluster to examine this node"
+            f"leave out --cluster to examine this node{way_out(error)}"
         ) from error
     try:
         yield

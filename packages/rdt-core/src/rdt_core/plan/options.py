@@ -13,6 +13,9 @@ from .megatron import MegatronLayout
 from .readers import LANDINGS, EngineLayout
 from .trainers import MODES, FsdpLayout
 
+#: more ranks on one side than any cluster has; a plan goes through every one of them
+MOST_RANKS = 100_000
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
@@ -54,6 +57,14 @@ class PlanOptions:
         ):
             if value not in known:
                 raise OptionError(f"{option} {value!r} is unknown; known: {', '.join(known)}")
+        for option, text, ranks in (
+            ("--trainer", self.trainer_text, self.trainer.ranks),
+            ("--engine", self.engine_text, self.engine.ranks * self.engine.replicas),
+        ):
+            if ranks > MOST_RANKS:
+                raise OptionError(f"{option} {text}: these are {ranks} ranks; a plan has at most {MOST_RANKS}")
+        if self.engine.tp > self.config.heads:
+            raise OptionError(f"--engine tp={self.engine.tp}: {self.model} has {self.config.heads} attention heads")
         if self.engine.tp % self.engine.ep:
             raise OptionError(f"--engine ep={self.engine.ep} does not divide tp={self.engine.tp}")
         if self.engine.ep > 1 and not self.config.experts:

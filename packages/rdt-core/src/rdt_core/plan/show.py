@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RdtError
+from ..report import save_figure, try_path
 from .options import PlanOptions
 from .report import PlanReport, make_plan_report, to_dict
 
@@ -25,10 +26,13 @@ def plan_command(target: Any, options: PlanOptions, *, as_json: bool = False, pi
         picture: a PNG to write; None writes none.
 
     Raises:
+        OptionError: the picture cannot be written there; nothing was planned.
         RdtError: the layouts do not fit, or matplotlib is missing for the picture.
     """
     from rich.console import Console
 
+    if picture is not None:
+        try_path(picture, "--picture")
     with _progress(options, quiet=as_json) as advance:
         report = make_plan_report(options, advance)
     if picture is not None:
@@ -116,7 +120,7 @@ def draw(path: Path, report: PlanReport) -> None:
     """Draws bytes by NIC, and this plan's phases beside other designs, into a PNG.
 
     Raises:
-        RdtError: matplotlib is not installed.
+        RdtError: matplotlib is not installed, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -147,8 +151,7 @@ def draw(path: Path, report: PlanReport) -> None:
     lower.legend(fontsize="small")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
+    save_figure(path, figure)
 
 
 def _gb(nbytes: float) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..errors import SourceError
 from ..wire import TensorMeta
 
 
@@ -72,3 +73,24 @@ class IterableWeightSource(Protocol):
     def ignored(self) -> Sequence[str]:
         """As `WeightSource.ignored`."""
         ...
+
+
+def check_methods(source: object, who: str) -> None:
+    """Checks that something is a source at all.
+
+    Args:
+        source: of anybody's own.
+        who: names the rank in the message.
+
+    Raises:
+        SourceError: names the methods that it lacks, and what makes a source of a module.
+    """
+    if isinstance(source, WeightSource | IterableWeightSource):
+        return
+    absent = [name for name in ("metadata", "ignored") if not callable(getattr(source, name, None))]
+    if not callable(getattr(source, "shards", None)) and not callable(getattr(source, "__iter__", None)):
+        absent.append("shards (or __iter__)")
+    way_out = "ModuleSource(model) is one" if isinstance(source, torch.nn.Module) else "see WeightSource"
+    raise SourceError(
+        f"{who} is a {type(source).__name__}, which lacks methods of a source: {', '.join(absent)}; {way_out}"
+    )

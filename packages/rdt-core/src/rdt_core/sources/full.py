@@ -2,7 +2,7 @@
 
 For whoever takes nothing but full tensors: vLLM's own weight transfer backends, a checkpoint writer, a comparison by hand. Every
 byte crosses to every rank of the process group, which is what a sync does without; and only one tensor is whole at a time. It
-refuses tensors that the ranks of the group do not hold as a whole.
+refuses tensors that the ranks of the group do not hold as a whole, and a pass that one rank cannot make, on all ranks at once.
 """
 
 from __future__ import annotations
@@ -104,15 +104,13 @@ class FullTensors:
         What one rank holds alone, as a whole and in that dtype, is the parameter itself and no copy.
 
         Raises:
-            SourceError: shards are other boxes than when this was made.
+            SourceError: shards are other boxes than when this was made, on this rank or on another; all ranks raise, before any
+                tensor.
         """
         if self._is_whole:
             yield from self._source  # type: ignore[misc]
             return
-        assert isinstance(self._source, WeightSource)
-        mine: dict[tuple[str, Box], Shard] = {
-            (shard.name, Box(tuple(shard.offset), tuple(shard.tensor.shape))): shard for shard in self._source.shards()
-        }
+        mine = self._look()
         for meta in self._metadata:
             alone = mine.get((meta.name, Box.full(meta.shape))) if self._group is None else None
             if alone is not None and alone.tensor.dtype == getattr(torch, meta.dtype):
@@ -122,13 +120,38 @@ class FullTensors:
             for owner, box in self._pieces[meta.name]:
                 place = _cut(whole, box)
                 if owner == self._rank:
-                    shard = mine.get((meta.name, box))
-                    if shard is None:
-                        raise SourceError(f"this rank no longer holds {meta.name!r} {box}, which it declared")
-                    place.copy_(shard.tensor.detach())
+                    place.copy_(mine[meta.name, box].tensor.detach())
                 if self._group is not None:
                     self._share(place, owner)
             yield meta.name, whole
+
+    def _look(self) -> dict[tuple[str, Box], Shard]:
+        """This rank's shards by box, once all ranks have theirs: nobody waits in a collective for one that has not."""
+        assert isinstance(self._source, WeightSource)
+        mine: dict[tuple[str, Box], Shard] = {}
+        failure: Exception | None = None
+        try:
+            for shard in self._source.shards():
+                mine[shard.name, Box(tuple(shard.offset), tuple(shard.tensor.shape))] = shard
+            for name, pieces in self._pieces.items():
+                for owner, box in pieces:
+                    if owner == self._rank and (name, box) not in mine:
+                        raise SourceError(f"this rank no longer holds {name!r} {box}, which it declared")
+        except Exception as error:  # whatever a source of anybody's own raises
+            failure = error
+        if self._group is not None:
+            import torch.distributed as dist
+
+            troubles = [""] * dist.get_world_size(self._group)
+            dist.all_gather_object(
+                troubles, f"{type(failure).__name__}: {failure}" if failure else "", group=self._group
+            )
+            told = [f"rank {rank} of the process group: {text}" for rank, text in enumerate(troubles) if text]
+            if told and failure is None:
+                raise SourceError(f"no pass without every rank; {'; '.join(told[:8])}")
+        if failure is not None:
+            raise failure
+        return mine
 
     def _share(self, place: torch.Tensor, owner: int) -> None:
         import torch.distributed as dist

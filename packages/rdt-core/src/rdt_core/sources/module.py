@@ -33,7 +33,7 @@ from .fsdp import (
 )
 from .names import NameRule, Part, Rename, parts_of, renamer, rules_for, strip_wrappers
 from .presence import check_hidden, check_present
-from .watch import ParameterWatch
+from .watch import ParameterWatch, TreeWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,9 @@ class ModuleSource:
         self._rules = (*rules, *rules_for(self._model_type))
         self._groups = tuple(sharded_groups(module))
         check_sharded(self._groups)
+        self._include = include_buffers
         self._entries = list(self._find(include_buffers))
+        self._tree = TreeWatch([module])
         self._watch = ParameterWatch(
             [entry.owner for entry in self._entries],
             [entry.key for entry in self._entries],
@@ -142,6 +144,7 @@ class ModuleSource:
             SourceError: a parameter that is unsharded for the moment, that is gone, or of another shape, dtype or
                 kind than when the source was made.
         """
+        self._check_tree()
         check_sharded(self._groups)
         shards: list[Shard] = []
         for entry in self._entries:
@@ -162,10 +165,27 @@ class ModuleSource:
         Raises:
             SourceError: as `shards`.
         """
+        self._check_tree()
         check_sharded(self._groups)
         if any(entry.flat is not None for entry in self._entries):
             return self._look()  # FSDP1 makes its views of one flat parameter anew
         return self._watch.mark()
+
+    def _check_tree(self) -> None:
+        """Refuses modules that were replaced, added or taken away: the parameters of others would be published."""
+        if self._tree.is_same():
+            return
+        now = list(self._find(self._include))
+        known = [(entry.name, id(entry.owner), entry.key) for entry in self._entries]
+        found = [(entry.name, id(entry.owner), entry.key) for entry in now]
+        if found != known:
+            differing = sorted({name for name, *_ in set(found) ^ set(known)})
+            shown = ", ".join(map(repr, differing[:8])) + (" and more" if len(differing) > 8 else "")
+            raise SourceError(
+                f"modules were replaced, added or taken away since the source was made: {shown or 'their order'}; make a new "
+                "source and join again"
+            )
+        self._tree = TreeWatch([self.module])  # wrappers and modules without parameters
 
     def _look(self) -> list[Any]:
         marks = []

@@ -6,7 +6,7 @@ checked: source ranks, coordinator, planner and receivers run in one process.
 """
 
 from ..errors import ConformanceError
-from .clients import check_engine_client, check_form
+from .clients import check_engine_client, check_form, check_late
 from .landings import check_landed, check_landing, check_missing, check_trace
 from .local import LocalGroup, TensorSource
 from .sources import (
@@ -33,6 +33,7 @@ __all__ = [
     "check_form",
     "check_landed",
     "check_landing",
+    "check_late",
     "check_missing",
     "check_passes",
     "check_replicas",

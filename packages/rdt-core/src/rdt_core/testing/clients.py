@@ -1,8 +1,8 @@
 """Checks that an engine client runs to prove itself, with a living engine and a group that publishes to it.
 
 `check_engine_client` takes a client that is attached to nothing yet, the group's rank 0, and a function that publishes on every
-rank. It looks at the calls from outside: what the engine says of its version at each step, what a failed sync leaves, and that
-the next one heals it. Works over Ray and in one process alike.
+rank. It looks at the calls from outside: what the engine says of its version at each step, what a failed sync leaves, that the
+next one heals it, and that only rdt's own errors come out. Works over Ray and in one process alike.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def check_engine_client(
     check_form(client)
     watched = Watched(client, timeout_s)
     client.health(deadline=watched.deadline())
+    check_late(client)
     try:
         sync.attach(watched, timeout_s=timeout_s)
         publish(first_version)
@@ -92,6 +93,25 @@ def check_form(client: Any) -> None:
     missing = [name for name in _METHODS if not callable(getattr(client, name, None))]
     if missing:
         refuse(f"a {type(client).__name__} lacks {', '.join(missing)}", "see `rdt_core.EngineClient`")
+
+
+def check_late(client: EngineClient) -> None:
+    """Checks that a call whose deadline has passed is answered, or raises an error of rdt's own: a sync knows no others.
+
+    Raises:
+        ConformanceError: Ray's error comes out, or another one of what the client is made of.
+    """
+    for method in ("version", "health"):
+        try:
+            getattr(client, method)(deadline=time.monotonic() - 1.0)
+        except RdtError:
+            continue
+        except Exception as error:  # whatever it is made of
+            refuse(
+                f"replica {client.name!r}: {method}() whose deadline has passed raises {type(error).__qualname__} of "
+                f"{type(error).__module__}: {error}",
+                "turn it into DeadlineError, and what the engine itself raises into EngineError",
+            )
 
 
 def _serves(watched: Watched, version: int, generates: Callable[[], bool] | None, when: str) -> None:
@@ -194,4 +214,4 @@ class Watched:
         self.client.health(deadline=deadline)
 
 
-__all__ = ["check_engine_client", "check_form"]
+__all__ = ["check_engine_client", "check_form", "check_late"]

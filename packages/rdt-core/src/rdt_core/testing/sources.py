@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from ..declared import Declared
-from ..errors import ConformanceError, CoverageError, RdtError
+from ..declared import check as check_declared
+from ..errors import ConformanceError, CoverageError, RdtError, SourceError
 from ..geometry import Box, subtract
 from ..landing import ModuleLanding
-from ..sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource
-from ..wire import DTYPE_BYTES, TensorMeta
+from ..sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource, check_methods
+from ..wire import TensorMeta
 from .comparing import compare, difference, refuse
 from .local import LocalGroup, WholeModel
 
@@ -92,18 +93,12 @@ def holdings(source: Source, rank: int = 0) -> Holdings:
         ConformanceError: a tensor is declared twice or otherwise at a second call, or a shard is no box of its tensor.
     """
     who = f"source rank {rank}"
-    if not isinstance(source, WeightSource | IterableWeightSource):
-        methods = "metadata, ignored, and shards or __iter__"
-        refuse(f"{who} is a {type(source).__name__}, which lacks methods of a source", f"a source has {methods}")
-    tensors = tuple(source.metadata())
-    for meta in tensors:
-        if not isinstance(meta, TensorMeta):
-            refuse(f"{who}: metadata() gives a {type(meta).__name__} where a TensorMeta is expected")
-        if meta.dtype not in DTYPE_BYTES:
-            refuse(
-                f"{who} declares {meta.name!r} as {meta.dtype}",
-                f"dtypes on the wire are {', '.join(sorted(DTYPE_BYTES))}",
-            )
+    try:
+        check_methods(source, who)
+        tensors = tuple(source.metadata())
+        check_declared(tensors, who)
+    except SourceError as error:
+        raise ConformanceError(str(error)) from error
     known = {meta.name: meta for meta in tensors}
     if len(known) < len(tensors):
         names = [meta.name for meta in tensors]
@@ -324,7 +319,7 @@ class _Failing(ModuleLanding):
 
     def finish(self) -> None:
         if self.fails:
-            raise RdtError("this landing was told to fail")
+            raise RdtError("this landing was told to fail; a check of the conformance suite wants that, all is well")
         super().finish()
 
 
