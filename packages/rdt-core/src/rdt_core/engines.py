@@ -45,7 +45,7 @@ class Receive(Protocol):
 
         Args:
             version: to be received.
-            deadline: of the whole call. A step that it passes before does not begin, however late the engine comes to it.
+            deadline: of the whole call. An abort ends what an engine that answers too late would still do.
 
         Raises:
             StepError: a step failed; the steps after it did not begin.

@@ -23,7 +23,7 @@ from .linking import PACK_REGION, request_digest
 from .memory import Allocations, Arena, give_back, settle
 from .modes import MODES, choose_mode
 from .proofs import OwnerProof
-from .sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource
+from .sources.base import IterableWeightSource, Shard, WatchedSource, WeightSource, check_methods
 from .sources.watch import fingerprint
 from .transport import LocalExchange, make_source_endpoint, tables
 from .transport.base import Region, SourceEndpoint

@@ -295,8 +295,8 @@ def _overlap(earlier: Slice, view: torch.Tensor) -> bool:
 def _loader_line() -> str:
     """File, line, function and text of the innermost frame outside torch, Ray, the standard library and this package."""
     # Ray wraps an actor's methods in frames of its own
-    wrapping = [module.__file__ for name in ("ray",) if (module := sys.modules.get(name)) is not None]
-    own = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__, *wrapping) if file)
+    ray = getattr(sys.modules.get("ray"), "__file__", None)
+    own = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__, ray) if file)
     standard = os.path.dirname(os.__file__) + os.sep
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

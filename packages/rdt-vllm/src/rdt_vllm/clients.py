@@ -254,9 +254,10 @@ class VllmRayEngine(_VllmEngine):
         self.handles = list(handles) if isinstance(handles, list | tuple) else [handles]
         if not self.handles:
             raise EngineError(f"replica {name!r} has no actors")
-        alone = len(self.handles) == 1 and hasattr(self.handles[0], "receive_version")
+        # one call has one deadline; where requests end first, the pause alone may take as long
+        whole = len(self.handles) == 1 and hasattr(self.handles[0], "receive_version") and pause != "wait"
         #: a `VllmServer` takes a sync in one call; other actors are driven step by step
-        self.receive: Receive | None = self._receive if alone else None
+        self.receive: Receive | None = self._receive if whole else None
         self._is_resumed = False  # by the call that stamped it
 
     @property

@@ -146,6 +146,7 @@ class VllmServer:
 
     async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
         """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
+        self._turn += 1
         before = await self._llm.get_weight_version()
         if before == expected:
             await self._llm.update_weight_version(version)
