@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from rollouts import Sample, make_parser, make_prompts, meeting_point, padded, policy_loss, rated, tiny_model
+from rollouts import Sample, make_parser, make_prompts, meeting_point, padded, policy_loss, rated, say, tiny_model
 
 from rdt_core import EngineShape, ModuleSource, WeightSync, make_actor, place, server_options, trainer_options
 from rdt_vllm import VllmRayEngine, launch
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size of vLLM (default: 1)")
     args = parser.parse_args()
 
+    say(f"starting Ray, {args.trainers} trainers and vLLM, which takes minutes on a CPU")
     ray.init(address=args.address, namespace="rdt", log_to_driver=False)
     folder = args.model or tiny_model()
     if GPUS:  # trainers first, then the engine, one rank a GPU
@@ -107,6 +108,7 @@ def main() -> None:
         client = VllmRayEngine(server, name="vllm")
         ray.get(trainers[0].attach.remote(client), timeout=args.timeout)
 
+        say("trainers and engine are connected: the first version is the checkpoint")
         prompts = make_prompts(args.prompts)
         sampling = {"n": args.samples, "max_tokens": args.max_tokens, "temperature": 1.0, "ignore_eos": True}
         report = None

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from rollouts import Sample, make_parser, make_prompts, meeting_point, padded, policy_loss, rated, tiny_model
+from rollouts import Sample, make_parser, make_prompts, meeting_point, padded, policy_loss, rated, say, tiny_model
 
 from rdt_core import EngineShape, WeightSync, make_actor, place, server_options, trainer_options
 from rdt_sglang import SglangRayEngine, launch
@@ -142,6 +142,7 @@ def main() -> None:
 
     # SGLang's schedulers ask Ray for a GPU each; without real ones, logical ones do
     logical = {} if GPUS or args.address != "local" else {"num_gpus": args.tp}
+    say(f"starting Ray, {args.trainers} trainers and SGLang, which takes minutes on a CPU")
     ray.init(address=args.address, namespace="rdt", log_to_driver=False, **logical)
     folder = args.model or tiny_model()
     if GPUS:  # trainers first, then the engine, one rank a GPU

@@ -10,7 +10,9 @@ import atexit
 import random
 import shutil
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,12 @@ from typing import Any
 import torch
 
 VOCABULARY = 256
+BEGAN = time.monotonic()
+
+
+def say(what: str) -> None:
+    """Tells on standard error what a program does that takes a while."""
+    print(f"[{time.monotonic() - BEGAN:4.0f} s] {what}", file=sys.stderr, flush=True)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from rollouts import VOCABULARY, tiny_model
+from rollouts import VOCABULARY, say, tiny_model
 
 from rdt_core import EngineClient, ModuleReplica, ModuleSource, ModuleWorker, WeightSync
 
@@ -90,6 +90,8 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if rank == 0:
+        say(f"connecting to the Ray cluster ({args.address}), then {world_size} trainers and the engine")
     # each rank is a driver of its own in the cluster; no actor, no port and no thread of rdt's run beside it
     ray.init(address=args.address, namespace="rdt", log_to_driver=False)
 

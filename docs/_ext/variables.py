@@ -14,6 +14,13 @@ VARIABLES: dict[str, dict[str, str]] = {
             "an engine rank when it is attached, `rdt verify`, `python -m rdt_sglang.launch_server`. An "
             "address that is passed, or that came with the call that attaches, wins."
         ),
+        "RAY_AUTH_MODE": (
+            "Ray's own: `token` or `disabled`, the same for the cluster and everything that connects to it. Without it a cluster "
+            "asks for a token where its head has one, and a process that connects by an address sends none. Read by "
+            "`rdt doctor`, and to explain why a cluster refuses."
+        ),
+        "RAY_AUTH_TOKEN": "Ray's token, where it is not in `~/.ray/auth_token`; rdt looks only whether there is one.",
+        "RAY_AUTH_TOKEN_PATH": "A file with Ray's token; as above.",
         "RDT_TOKEN": "The token of `rdt verify --token`.",
         "CUDA_VISIBLE_DEVICES": (
             "Which GPUs the process sees; read, never changed, to tell a GPU's index in this process from its"

@@ -1,7 +1,7 @@
 """What Ray's token authentication has to do with a connection that failed: the way out, for an error message.
 
-A cluster asks for a token as soon as its head finds one, or makes one; a process that connects sends it only with
-RAY_AUTH_MODE=token. Ray's own error does not always say so. This only explains: it sets no variable and reads no token.
+A cluster asks for a token as soon as its head finds one, or makes one; a process that connects by an address sends it only
+with RAY_AUTH_MODE=token. Ray's own error does not always say so. This only explains: it sets no variable and reads no token.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class ModuleReplica:
     def __init__(self, workers: Sequence[Any], *, name: str = "module") -> None:
         if not isinstance(workers, Iterable):
             raise EngineError(
-                f"replica {name!r}: workers is a {type(workers).__name__}; give a list of workers in rank order, one for each rank"
+                f"replica {name!r}: workers is a {type(workers).__name__}; give a list of workers in rank order, one a rank"
             )
         self.name = name
         self.workers = list(workers)

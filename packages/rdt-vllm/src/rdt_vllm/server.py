@@ -40,6 +40,8 @@ class VllmServer:
         EngineError: another weight transfer backend was asked for.
     """
 
+    _turn = 0  # counts the calls that begin or end a sync
+
     def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **engine_args: Any) -> None:
         os.environ.update(env or {})
         import ray
@@ -56,7 +58,6 @@ class VllmServer:
         backend = config["backend"] if isinstance(config, Mapping) else config.backend
         if backend != BACKEND:
             raise EngineError(f"VllmServer uses weight transfer backend {BACKEND!r}; {backend!r} was asked for")
-        self._turn = 0  # counts the calls that begin or end a sync
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(model=model, weight_transfer_config=WeightTransferConfig(backend=BACKEND), **engine_args)
         )
