@@ -58,6 +58,8 @@ def quiet_ray() -> None:
     Under `uv run` Ray would otherwise upload the working directory and make a new environment for each worker.
     """
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    # starting one cluster turns tokens on for the process, and another one that has none then refuses its drivers
+    os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 

@@ -80,9 +80,9 @@ def _rounds() -> None:
     stock = Coordinator.published
 
     async def published(
-        self: Coordinator, rank: int, sync: int, round: int, awaited: int | None, timeout_s: float
+        self: Coordinator, rank: int, sync: int, round: int, awaited: int | None, timeout_s: float, *more: Any
     ) -> None:
-        await stock(self, rank, sync, round, None, timeout_s)
+        await stock(self, rank, sync, round, None, timeout_s, *more)
 
     _set(Coordinator, "published", published)
 

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from rdt_core import memory, publisher, receiver
 from rdt_core.errors import TransportError
 from rdt_core.landing import ModuleLanding
@@ -206,11 +208,14 @@ def _wrap_transfers(injector: Injector) -> None:
 
 def flip_landed(transfer: MemoryTransfer, salt: int) -> None:
     """Changes a bit of what a transfer landed."""
-    targets = [target for target, _ in transfer._program._numpy if target.size] if transfer._program else []
-    if targets:
-        target = targets[salt % len(targets)]
-        place = salt // len(targets) % target.size
-        target.flat[place] ^= 1 << salt % 8
+    program = transfer._program
+    if program is None:
+        return
+    targets = [np.frombuffer(line, dtype=np.uint8) for line in program._lines[0]] + program._blocks[0]
+    targets = [target for target in targets if target.size]
+    target = targets[salt % len(targets)]
+    place = salt // len(targets) % target.size
+    target.flat[place] ^= 1 << salt % 8
 
 
 def _wrap_memory(injector: Injector) -> None:
