@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import re
 
 import pytest
 
@@ -12,6 +12,8 @@ from rdt_testbed.faults.summary import Heartbeat
 
 pytestmark = pytest.mark.integration
 
+#: a message that comes twice may come in time to do no harm
+ATTEMPTS = 4
 #: by mechanism: a trial that shows it, and what is said when it is off
 TRIALS = {
     "accounts": ("sources=2 replicas=1; publish; replica0/0 control.done 1 before drop", "without an account"),
@@ -44,8 +46,18 @@ def test_a_mechanism_that_is_switched_off_is_noticed(name, mutation, nursery):
     trial = Trial.parse(spec)
     with Heartbeat() as heartbeat:
         limits = {"timeout_s": 0.25, "calm_s": 1.5, "mutation": name} if mutation else {"timeout_s": 0.4}
-        runner = Runner(nursery, heartbeat, **limits)
-        with pytest.raises(Broken, match=said) if mutation else nullcontext():
-            runner.run(trial)
-        runner.close()
-    assert mutation or runner.summary.faults == len(trial.faults)
+        noticed = []
+        for _ in range(ATTEMPTS if mutation else 1):
+            runner = Runner(nursery, heartbeat, **limits)
+            try:
+                runner.run(trial)
+            except Broken as broken:
+                noticed.append(str(broken))
+            runner.close()
+            if noticed:
+                break
+    if mutation:
+        assert re.search(said, "".join(noticed)), noticed
+    else:
+        assert not noticed
+        assert runner.summary.faults == len(trial.faults)

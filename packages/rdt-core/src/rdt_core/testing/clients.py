@@ -188,10 +188,10 @@ class Watched:
         self._note("finish")
         self._fail()
 
-    def _receive(self, version: int, *, deadline: float, step_s: float) -> Mapping[str, float]:
+    def _receive(self, version: int, *, deadline: float) -> Mapping[str, float]:
         self.calls = {}
         receive: Any = self.client.receive  # type: ignore[attr-defined]
-        seconds: Mapping[str, float] = receive(version, deadline=deadline, step_s=step_s)
+        seconds: Mapping[str, float] = receive(version, deadline=deadline)
         self._note("receive")
         self._fail()
         return seconds
