@@ -27,6 +27,8 @@ END_S = 20.0
 #: seconds that SGLang's HTTP server gets to end by itself
 ORDERLY_S = 2.0
 _POLL_S = 0.5
+#: seconds in which the others are heard of when one scheduler ended
+_OTHERS_S = 2.0
 
 
 class HostedEngine:
@@ -243,12 +245,13 @@ class HostedEngine:
         while self.alive:
             ended, _ = ray.wait(loops, num_returns=1, timeout=_POLL_S)
             if ended:
-                try:
-                    ray.get(ended[0])
-                    told = "its event loop ended"
-                except Exception as error:
-                    told = str(error)
-                self._died(f"scheduler {loops.index(ended[0])} of {len(loops)} died: {told}")
+                # one that fails because another died may be heard of first
+                ended, _ = ray.wait(loops, num_returns=len(loops), timeout=_OTHERS_S)
+                errors = {loops.index(one): _error(one) for one in ended}
+                dead = [index for index, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)]
+                first = (dead or sorted(errors))[0]
+                told = errors[first] or "its event loop ended"
+                self._died(f"scheduler {first} of {len(loops)} died: {told}")
             for process in processes:
                 if not process.is_alive() and process.exitcode != 0:
                     self._died(f"process {process.name} (pid {process.pid}) died with exit code {process.exitcode}")
@@ -298,3 +301,14 @@ def _free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         free.bind((host, 0))
         return int(free.getsockname()[1])
+
+
+def _error(answer: Any) -> Exception | None:
+    """What a finished call raised; None if it returned."""
+    import ray
+
+    try:
+        ray.get(answer)
+    except Exception as error:
+        return error
+    return None
