@@ -243,12 +243,15 @@ def test_unchanged_weights_change_nothing(group):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def alone(source, mode: str) -> Publisher:
+    """The publisher of a group of one source rank."""
+    return Publisher(source, group="g", rank=0, world_size=1, mode=mode, kinds=("local",), exchange=LocalExchange())
+
+
 def test_copies_without_a_cast_move_bits_and_not_floats(monkeypatch):
     # CUDA's batched copy takes 16-bit floats through float32, which alters NaNs; on a CPU only the dtypes can tell
     source = Sharded(0, 1, torch.bfloat16, "bfloat16")
-    publisher = Publisher(
-        source, group="g", rank=0, world_size=1, mode="snapshot", kinds=("local",), exchange=LocalExchange()
-    )
+    publisher = alone(source, "snapshot")
     seen: list[torch.dtype] = []
     monkeypatch.setattr(torch, "_foreach_copy_", lambda into, out: seen.extend(t.dtype for t in (*into, *out)))
     next(publisher.rounds_written())
@@ -277,9 +280,7 @@ class SameAddresses:
 
 def test_an_arena_is_not_filled_from_a_storage_that_was_emptied():
     source = SameAddresses()
-    publisher = Publisher(
-        source, group="g", rank=0, world_size=1, mode="snapshot", kinds=("local",), exchange=LocalExchange()
-    )
+    publisher = alone(source, "snapshot")
     assert publisher.follow()
     emptied, source.tensor = source.tensor, torch.full((4,), 2.0)
     emptied.untyped_storage().resize_(0)
@@ -292,9 +293,7 @@ def test_an_arena_is_not_filled_from_a_storage_that_was_emptied():
 
 def test_memory_that_was_exported_and_emptied_since_is_not_read():
     source = SameAddresses()
-    publisher = Publisher(
-        source, group="g", rank=0, world_size=1, mode="live", kinds=("local",), exchange=LocalExchange()
-    )
+    publisher = alone(source, "live")
     assert publisher.follow()
     emptied, source.tensor = source.tensor, torch.full((4,), 2.0)
     emptied.untyped_storage().resize_(0)
@@ -330,9 +329,7 @@ class Renamed:
 )
 def test_a_source_that_says_otherwise_of_the_same_memory_is_heard(change):
     source = Renamed()
-    publisher = Publisher(
-        source, group="g", rank=0, world_size=1, mode="live", kinds=("local",), exchange=LocalExchange()
-    )
+    publisher = alone(source, "live")
     assert publisher.follow()
     source.views = change(source.views)
     assert not publisher.follow()

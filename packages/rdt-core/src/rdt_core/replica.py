@@ -7,6 +7,7 @@ is special to either. `ModuleReplica` drives a list of them. A worker whose modu
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,7 +26,38 @@ from .transport import LocalExchange
 LoadWeights = Callable[[torch.nn.Module, Iterable[tuple[str, torch.Tensor]]], Any]
 
 
-class ModuleWorker:
+class Receiving(ABC):
+    """The steps of a sync of whatever has a receiver once it is connected."""
+
+    receiver: Receiver | None = None
+
+    def pull(self, version: int, timeout_s: float) -> wire.ReaderReport:
+        """See `Receiver.pull`."""
+        return self._connected().pull(version, timeout_s)
+
+    def finish(self, version: int) -> None:
+        """See `Receiver.finish`."""
+        self._connected().finish(version)
+
+    def commit(self, version: int) -> None:
+        """See `Receiver.commit`."""
+        self._connected().commit(version)
+
+    def abort(self, version: int, reason: str) -> None:
+        """See `Receiver.abort`."""
+        if self.receiver is not None:
+            self.receiver.abort(version, reason)
+
+    def version(self) -> int | None:
+        """The version that it serves; None before the first, while it is torn, and during a sync."""
+        return None if self.receiver is None else self.receiver.version
+
+    @abstractmethod
+    def _connected(self) -> Receiver:
+        """The receiver. Raises EngineError before the first connect."""
+
+
+class ModuleWorker(Receiving):
     """One engine rank around a plain module.
 
     Args:
@@ -55,7 +87,6 @@ class ModuleWorker:
         self._exchange = exchange
         load = None if load_weights is None else lambda weights: load_weights(self.module, weights)
         self.landing = ModuleLanding(self.module, load, kept=kept)
-        self.receiver: Receiver | None = None
 
     def connect(self, info: ConnectInfo) -> None:
         """Connects to the group, or plans again after another epoch, or with another coordinator if the known one died."""
@@ -86,27 +117,6 @@ class ModuleWorker:
             return self._control()
         ensure_ray(info.address, info.namespace)
         return open_coordinator(info.group, namespace=info.namespace, create=False, timeout_s=info.timeout_s)
-
-    def pull(self, version: int, timeout_s: float) -> wire.ReaderReport:
-        """See `Receiver.pull`."""
-        return self._connected().pull(version, timeout_s)
-
-    def finish(self, version: int) -> None:
-        """See `Receiver.finish`."""
-        self._connected().finish(version)
-
-    def commit(self, version: int) -> None:
-        """See `Receiver.commit`."""
-        self._connected().commit(version)
-
-    def abort(self, version: int, reason: str) -> None:
-        """See `Receiver.abort`."""
-        if self.receiver is not None:
-            self.receiver.abort(version, reason)
-
-    def version(self) -> int | None:
-        """The version that this worker serves; None before the first, while it is torn, and during a sync."""
-        return None if self.receiver is None else self.receiver.version
 
     def call(self, function: Callable[[torch.nn.Module], Any]) -> Any:
         """Returns `function(module)`.

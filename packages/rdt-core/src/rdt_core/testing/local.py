@@ -21,7 +21,7 @@ from ..engines import ConnectInfo, EngineClient
 from ..errors import EngineError, RdtError
 from ..landing import Landing, ModuleLanding
 from ..receiver import Receiver
-from ..replica import ModuleReplica
+from ..replica import ModuleReplica, Receiving
 from ..sources.base import IterableWeightSource, Shard, WeightSource
 from ..sync import WeightSync
 from ..transport import LocalExchange
@@ -55,7 +55,7 @@ class WholeModel(torch.nn.Module):
         return self.get_buffer(self.places[name])
 
 
-class LandingWorker:
+class LandingWorker(Receiving):
     """One engine rank over any landing, for `ModuleReplica`.
 
     Args:
@@ -80,7 +80,6 @@ class LandingWorker:
         self._made: dict[str, Any] = {
             "control": control, "exchange": exchange, "rank": rank, "world_size": world_size, "device": torch.device(device),
         }  # fmt: skip
-        self.receiver: Receiver | None = None
 
     def connect(self, info: ConnectInfo) -> None:
         """See `Receiver.connect`."""
@@ -93,27 +92,6 @@ class LandingWorker:
                 pack_threshold=info.pack_threshold, **self._made,
             )  # fmt: skip
         self.receiver.connect(info.attempt)
-
-    def pull(self, version: int, timeout_s: float) -> wire.ReaderReport:
-        """See `Receiver.pull`."""
-        return self._connected().pull(version, timeout_s)
-
-    def finish(self, version: int) -> None:
-        """See `Receiver.finish`."""
-        self._connected().finish(version)
-
-    def commit(self, version: int) -> None:
-        """See `Receiver.commit`."""
-        self._connected().commit(version)
-
-    def abort(self, version: int, reason: str) -> None:
-        """See `Receiver.abort`."""
-        if self.receiver is not None:
-            self.receiver.abort(version, reason)
-
-    def version(self) -> int | None:
-        """The version that this rank serves."""
-        return None if self.receiver is None else self.receiver.version
 
     def _connected(self) -> Receiver:
         if self.receiver is None:
