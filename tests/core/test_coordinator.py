@@ -497,6 +497,21 @@ async def test_an_engine_rank_enters_the_running_sync_of_its_version_when_the_fi
 
 
 @virtual
+async def test_an_engine_rank_that_is_refused_is_torn_where_it_reads_already() -> None:
+    group = await Group.make(2, a=1)
+    await group.commit(1)
+    with pytest.raises(SyncError, match="no sync is running"):
+        await group.coordinator.enter("a/0", "first", 2, WAIT_S)
+    assert await group.states() == {"a": "serving"}
+    with pytest.raises(SyncError, match="no sync is running"):
+        await group.coordinator.enter("a/0", "zeroth", 2, WAIT_S, True)
+    assert await group.states() == {"a": "serving"}, "another incarnation reads into other memory"
+    with pytest.raises(SyncError, match="no sync is running"):
+        await group.coordinator.enter("a/0", "first", 2, WAIT_S, True)
+    assert await group.states() == {"a": "torn"}
+
+
+@virtual
 async def test_rounds_that_were_readable_before_are_published_with_the_start_of_the_sync() -> None:
     group = await Group.make(2, rounds=2, a=1)
     coordinator = group.coordinator
@@ -613,8 +628,9 @@ async def test_a_commit_without_every_account_fails_the_sync() -> None:
     await group.commit(1)
     sync = await group.begin(2)
     await group.coordinator.done(wire.encode(report("a/0", 2)), sync)
-    with pytest.raises(SyncError, match=r"failed in commit: no account of the bytes from engine rank a/1$"):
-        await group.coordinator.commit(sync, 0, 1.0, {})
+    waited = r"failed in commit: waited 5 s for every engine rank to account for .*; no answer from engine rank a/1$"
+    with pytest.raises(DeadlineError, match=waited):
+        await group.coordinator.commit(sync, 0, 1.0, {}, timeout_s=5.0)
     with pytest.raises(SyncError, match="failed in commit"):
         await group.coordinator.done(wire.encode(report("a/1", 2)), sync)
     with pytest.raises(SyncError, match="failed in commit"):

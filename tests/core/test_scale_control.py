@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 
 from rdt_core import wire
-from rdt_core.control import Control, LocalControl, RayControl, open_coordinator
+from rdt_core.control import Control, LocalControl, RayControl
 from rdt_core.coordinator import Coordinator
 from rdt_core.plan.cluster import Cluster, seat
-from rdt_core.plan.megatron import MegatronLayout
 from rdt_core.plan.readers import EngineLayout, plan_readers
 from rdt_core.plan.trainers import GROUP, make_manifests
+from rdt_core.rendezvous import open_coordinator
 from rdt_core.routing import Routing
 from rdt_core.shapes import Config, tensors_of
+from rdt_core.trainers import MegatronLayout
 
 CONFIG = Config(8, 64, 128, 8, 8, 16, 512, experts=16, expert_intermediate=32)
 TIMEOUT_S = 120.0
@@ -155,7 +156,7 @@ class World:
         control.published(rank, sync, 0, None, TIMEOUT_S)
         if rank == 0:
             landed.wait(TIMEOUT_S)
-            report = control.commit(sync, 0, 0.1, {"begin": 0.1})
+            report = control.commit(sync, 0, 0.1, {"begin": 0.1}, timeout_s=TIMEOUT_S)
             assert (report.version, len(report.readers)) == (version, len(self.engines))
         else:
             data = control._post("outcome", (sync, rank, TIMEOUT_S))(TIMEOUT_S)
@@ -163,7 +164,7 @@ class World:
 
     def _pull(self, control: Control, engine: wire.EngineManifest, version: int, began: Any, landed: Any) -> None:
         assert began.wait(TIMEOUT_S)
-        sync, _ = control.enter(engine.reader, engine.incarnation, version, TIMEOUT_S)
+        sync, _ = control.enter(engine.reader, engine.incarnation, version, TIMEOUT_S)()
         if version == 1:
             assert len(control.offers(engine.reader, engine.incarnation, TIMEOUT_S)[0]) == len(engine.requests)
         links = tuple(

@@ -228,7 +228,7 @@ def test_a_commit_that_the_coordinator_refuses_tears_every_replica(world, monkey
     made = world()
     replica = made.replica("a")
     made.good(1)
-    monkeypatch.setattr(made.control(), "commit", lambda *args: failing("no answer to commit", DeadlineError)())
+    monkeypatch.setattr(made.control(), "commit", lambda *args, **rest: failing("no answer to commit", DeadlineError)())
     errors = made.publish(2, timeout_s=1.0)
     assert "no answer to commit" in str(errors[0])
     assert replica.version(deadline=0) is None
@@ -409,9 +409,9 @@ def test_a_coordinator_that_died_is_built_again(world, moment):
             replica.breaks.clear()
             commit = made.control().commit
 
-            def lost(*args: Any) -> Any:
+            def lost(*args: Any, **rest: Any) -> Any:
                 die()
-                return commit(*args)
+                return commit(*args, **rest)
 
             made.control().commit = lost  # type: ignore[method-assign]
         errors = made.publish(5)

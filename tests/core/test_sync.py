@@ -410,9 +410,6 @@ def test_an_account_that_is_refused_never_lets_the_replica_serve(group, monkeypa
         missing = 1 if report.reader == "module/1" else 0
         return done(msgspec.structs.replace(report, bytes=report.bytes - missing), *args)
 
-    finished = []
-    landing = made.workers[1].landing
-    monkeypatch.setattr(landing, "finish", lambda finish=landing.finish: (finished.append(1), finish()))
     monkeypatch.setattr(made.control, "done", short)
     for source in made.sources:
         source.fill(2)
@@ -423,10 +420,10 @@ def test_an_account_that_is_refused_never_lets_the_replica_serve(group, monkeypa
         return str(caught.value)
 
     assert len(set(made.pool.map(publish, made.syncs))) == 1
-    assert not finished, "the account is accepted before the landing may serve"
-    with pytest.raises(TornReplicaError):
-        made.workers[1].state()
-    assert made.workers[1].version() is None
+    for worker in made.workers:
+        with pytest.raises(TornReplicaError, match="is torn"):
+            worker.state()
+        assert worker.version() is None
     monkeypatch.undo()
     made.publish(3)
     assert_serves(made, 3)
@@ -445,6 +442,74 @@ def test_a_sync_that_needs_nothing_of_a_source_rank_asks_nothing_of_it(group, mo
     made.publish(2)
     assert_serves(made, 2)
     assert sorted(calls) == ["begin", "begin", "commit", "done", "enter", "outcome"]
+
+
+def asked_late(made, monkeypatch) -> list[bool]:
+    """Whether a reader had read something of the sync when it waited for the coordinator's word, for each pull."""
+    post, found = LocalControl._post, []
+    module = made.workers[0].module
+
+    def watched(self, method, args):
+        before = module.norm.detach().clone()
+        wait = post(self, method, args)
+        if method != "enter":
+            return wait
+        return lambda limit_s: (found.append(not torch.equal(before, module.norm)), wait(limit_s))[1]
+
+    monkeypatch.setattr(LocalControl, "_post", watched)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("early", "options"),
+    [
+        (True, {"mode": "live"}),
+        (True, {"mode": "live", "verify": "full"}),
+        (False, {"mode": "live", "pack_threshold": 1 << 20}),
+        (False, {"mode": "snapshot"}),
+        (False, {"mode": "bucket", "bucket_bytes": 1000}),
+    ],
+)
+def test_a_reader_asks_while_it_reads_what_holds_still_since_the_sync_began(group, monkeypatch, early, options):
+    made = group(2, 1, **options)
+    made.attach()
+    asked = asked_late(made, monkeypatch)
+    for version in (1, 2, 2, 3):
+        made.publish(version)
+        assert_serves(made, version)
+    assert asked == [False, early, False, early], "not before links are made, nor for a version that is served"
+
+
+@pytest.mark.parametrize(("mode", "version", "torn"), [("live", 3, True), ("live", 2, False), ("snapshot", 3, False)])
+def test_a_pull_that_the_coordinator_refuses_tears_only_who_has_begun_to_read(group, mode, version, torn):
+    made = group(2, 1, mode=mode)
+    made.attach()
+    for one in (1, 2):
+        made.publish(one)
+    for source in made.sources:
+        source.fill(7)  # a trainer that goes on
+    with pytest.raises(SyncError, match="no sync is running"):
+        made.workers[0].pull(version, 5.0)
+    (state,) = made.control.status().replicas
+    assert (state.state, state.version) == (("torn", None) if torn else ("serving", 2))
+    if torn:
+        assert made.workers[0].version() is None
+        with pytest.raises(TornReplicaError, match="failed half-way"):
+            made.workers[0].state()
+    else:
+        assert_serves(made, 2)
+    made.publish(4)
+    assert_serves(made, 4)
+
+
+def test_parameters_are_settled_for_readers_of_whom_nothing_is_packed_beside_others(group, monkeypatch):
+    made = group(1, 1, mode="live", pack_threshold=1 << 20)
+    made.attach()
+    made.publish(1)
+    settled = []
+    monkeypatch.setattr("rdt_core.publisher.settle", settled.append)
+    assert made.syncs[0]._publisher.readable() == 0, "something is packed"
+    assert settled, "and yet others read as soon as the sync has begun"
 
 
 def test_packed_pieces_are_packed_again_in_every_sync_before_they_are_published(group, monkeypatch):

@@ -16,6 +16,7 @@ from rdt_core.replica import ModuleReplica
 from rdt_core.sources import CheckpointSource, IterableSource, ModuleSource
 from rdt_core.sources.base import Shard
 from rdt_core.testing import (
+    LandingCase,
     LandingSuite,
     LocalGroup,
     SourceSuite,
@@ -398,18 +399,21 @@ class Careless(Landing):
     ],
 )
 def test_a_broken_landing_is_told_why(kind: Callable[[], ModuleLanding], wrong: str) -> None:
+    case = LandingCase(
+        lambda rank, ranks: kind(),
+        weights,
+        state=lambda landing: landing.module.state_dict(),
+        load=lambda landing, pairs: load(landing.module, ((name, tensor.detach()) for name, tensor in pairs)),
+        refuses=lambda landing: landing.torn is not None,
+    )
     with pytest.raises(ConformanceError, match=wrong):
-        check_landing(
-            lambda rank, ranks: kind(),
-            weights,
-            state=lambda landing: landing.module.state_dict(),
-            load=lambda landing, pairs: load(landing.module, ((name, tensor.detach()) for name, tensor in pairs)),
-            refuses=lambda landing: landing.torn is not None,
-        )
+        check_landing(case)
 
 
 class Client:
-    """A client that passes everything on to another one."""
+    """A client that passes everything on to another one, step by step."""
+
+    receive = None
 
     def __init__(self, inner: ModuleReplica) -> None:
         self.inner, self.name = inner, inner.name

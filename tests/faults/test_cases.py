@@ -32,7 +32,7 @@ CASES = {
     ),
     # the second pull read buckets that held later rounds, and the account of the first stood for it
     "pull_twice": (
-        "sources=2 replicas=1+2 mode=bucket verify=full; move; source0 client.pull:replica1/0 1 before duplicate"
+        "sources=2 replicas=1+2 mode=bucket verify=full; move; source0 client.receive:replica1/0 1 before duplicate"
     ),
     # a source rank joined again while an engine rank planned: its connect was refused, and the sync failed with it
     "epoch_advanced": (

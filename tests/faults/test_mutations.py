@@ -23,10 +23,11 @@ TRIALS = {
     "epoch": ("sources=2 replicas=1 mode=live; move; ", "serves other weights"),
     "rounds": ("sources=1 replicas=1 mode=bucket; publish; replica0/0 transfer.post 3 before delay 0.3", "other weights"),
     "digests": ("sources=2 replicas=1 verify=full; publish; replica0/0 transfer.post 1 before flip 4711", "other weights"),
-    "watchdog": ("sources=1 replicas=1; publish; source0 client.finish:replica0/0 1 before stop -1", "still runs"),
+    "watchdog": ("sources=1 replicas=1; publish; source0 control.commit 1 before stop -1", "still runs"),
     "deadlines": ("sources=1 replicas=1; publish; coordinator coordinator.enter 1 before stop 0", "did not answer"),
     "begin-twice": ("sources=2 replicas=1; publish; source0 control.begin 1 before duplicate", "could not be healed"),
     "late-connect": ("sources=1 replicas=1; attach; replica0/0 landing.trace 1 before stop -1", "did harm"),
+    "early": ("sources=2 replicas=1 mode=snapshot; publish; source0 publisher.write 1 before delay 0.1", "other weights"),
     "broken-links": (
         "sources=2 replicas=1 mode=bucket; publish; replica0/0 transfer.wait 2 before fail", "could not be healed"
     ),

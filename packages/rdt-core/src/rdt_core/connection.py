@@ -117,6 +117,18 @@ class Connection:
         """Rounds of a sync."""
         return max((manifest.rounds for manifest in self.sources.values()), default=1)
 
+    @property
+    def is_readable_at_once(self) -> bool:
+        """Whether links are made to parameters that lie readable from the moment on that every source rank has begun a sync."""
+        return (
+            bool(self.steps)
+            and self.rounds == 1
+            and all(
+                self.sources[request.source].mode == "live" and not request.pack_bytes
+                for request in self.manifest.requests
+            )
+        )
+
     def prepare(self, offers: Sequence[wire.LinkOffer], refs: Sequence[list[Any]]) -> list[Step]:
         """Makes every transfer, once the owners have answered the requests.
 

@@ -1,4 +1,4 @@
-"""The synchronous client of a group's coordinator, for publishers, receivers and drivers, and the way to find it.
+"""The synchronous client of a group's coordinator, for publishers, receivers and drivers; `rendezvous` finds it.
 
 `RayControl` speaks to the named Ray actor, `LocalControl` to a coordinator in a thread of this process. Both raise
 rdt's own error classes with the coordinator's own messages. No call waits for ever, and none falls back to another
@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
-import os
-import socket
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,12 +18,7 @@ from typing import Any
 from . import wire
 from .checks import Landed
 from .coordinator import Coordinator
-from .errors import CoordinatorLostError, DeadlineError, MembershipError, RdtError, SyncError
-from .rayauth import way_out
-
-DEFAULT_NAMESPACE = "rdt"
-_POLL_S = 0.1
-_PROBE_S = 5.0
+from .errors import CoordinatorLostError, DeadlineError, RdtError, SyncError
 
 
 class Control(ABC):
@@ -163,10 +155,16 @@ class Control(ABC):
         """See `Coordinator.digests`."""
         self._quick("digests", rank, sync, dict(digests), seconds)
 
-    def enter(self, reader: str, incarnation: str, version: int, timeout_s: float) -> tuple[int, str]:
-        """See `Coordinator.enter`."""
-        sync, verify = self._long("enter", reader, incarnation, version, timeout_s=timeout_s)
-        return sync, verify
+    def enter(
+        self, reader: str, incarnation: str, version: int, timeout_s: float, *, early: bool = False
+    ) -> Callable[[], tuple[int, str]]:
+        """Starts a pull; see `Coordinator.enter`.
+
+        Returns:
+            What waits until the first round is published, and returns or raises what `Coordinator.enter` does.
+        """
+        entered = self._post("enter", (reader, incarnation, version, timeout_s, early))
+        return lambda: tuple(entered(timeout_s + self.grace_s))
 
     def await_round(self, reader: str, sync: int, round: int, timeout_s: float) -> None:
         """See `Coordinator.await_round`."""
@@ -182,8 +180,8 @@ class Control(ABC):
         """Hands in an engine rank's account; see `Coordinator.done`.
 
         Returns:
-            What waits until the account is taken, and raises if it is not. It must be called before the rank serves. Where it
-            returns anything, digests differ and the account is not taken.
+            What waits until the account is taken, and raises if it is not; the commit waits for that as well. Where it returns
+            anything, digests differ and the account is not taken.
         """
         mine = None if digests is None else dict(digests)
         taken = self._post("done", (wire.encode(report), sync, mine, timeout_s))
@@ -214,9 +212,11 @@ class Control(ABC):
         seconds: float,
         phases: Mapping[str, float],
         failed: Mapping[str, str] | None = None,
+        *,
+        timeout_s: float,
     ) -> wire.SyncReport:
         """See `Coordinator.commit`."""
-        report = self._quick("commit", sync, rank, seconds, dict(phases), dict(failed or {}))
+        report = self._long("commit", sync, rank, seconds, dict(phases), dict(failed or {}), timeout_s=timeout_s)
         return wire.decode(report, wire.SyncReport)
 
     def outcome(self, sync: int, rank: int, timeout_s: float, timeline: wire.Timeline | None = None) -> wire.SyncReport:
@@ -373,121 +373,6 @@ class RayControl(Control):
     def close(self) -> None:
         """Drops the handle; the actor ends if this control created it. Idempotent."""
         self._handle = None
-
-
-def open_coordinator(
-    group: str,
-    *,
-    namespace: str = DEFAULT_NAMESPACE,
-    world_size: int | None = None,
-    create: bool,
-    timeout_s: float,
-    stall_timeout_s: float = 600.0,
-) -> RayControl:
-    """Finds the coordinator of a group, an actor named `rdt.GROUP`, or creates it.
-
-    Who creates it keeps it alive: the actor ends with that process, so that no run inherits another run's group. Let
-    source rank 0 create it and everybody else wait for it.
-
-    Args:
-        group: the group's name.
-        namespace: Ray namespace, always explicit.
-        world_size: number of source ranks; needed to create.
-        create: create it if it does not exist.
-        timeout_s: to find it, or for it to start.
-        stall_timeout_s: see `Coordinator`.
-
-    Raises:
-        MembershipError: this process is not connected to Ray, or `world_size` is missing.
-        DeadlineError: not there in time; names the rdt actors that the cluster has.
-    """
-    import ray
-
-    if not ray.is_initialized():
-        raise MembershipError(
-            f"cannot open group {group!r}: this process is not connected to Ray; call ensure_ray() first"
-        )
-    if create and world_size is None:
-        raise MembershipError(f"cannot create group {group!r} without a world_size, the number of source ranks")
-    name = f"rdt.{group}"
-    deadline = time.monotonic() + timeout_s
-    trouble = "no such actor"
-    while True:
-        try:
-            if create:
-                handle = (
-                    ray.remote(Coordinator)
-                    .options(
-                        name=name,
-                        namespace=namespace,
-                        get_if_exists=True,
-                        num_cpus=0,
-                        max_concurrency=10_000,
-                        max_restarts=0,
-                        max_task_retries=0,
-                        enable_task_events=False,  # Ray's GCS would keep a record of every call
-                    )
-                    .remote(group, world_size, stall_timeout_s)
-                )
-            else:
-                handle = ray.get_actor(name, namespace)
-            ray.get(handle.current.remote(), timeout=max(deadline - time.monotonic(), _POLL_S))
-            return RayControl(group, handle, call_timeout_s=timeout_s)
-        except ValueError:
-            trouble = "no such actor"
-        except ray.exceptions.RayActorError as error:
-            # The name may still point at the actor of a run that is ending.
-            trouble = f"it died: {error}"
-        except ray.exceptions.GetTimeoutError:
-            trouble = "it did not start or does not answer"
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(_POLL_S)
-    others = sorted(
-        f"{actor['name']} in namespace {actor['namespace']!r}"
-        for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["name"].startswith("rdt.")
-    )
-    raise DeadlineError(
-        f"waited {timeout_s:g} s for the coordinator of group {group!r}, actor {name!r} in namespace {namespace!r} "
-        f"of the cluster at {ray.get_runtime_context().gcs_address}: {trouble}. rdt actors there: "
-        f"{'; '.join(others) or 'none'}. "
-        f"Start the trainer first, and pass the same group, namespace and cluster address on both sides"
-    )
-
-
-def ensure_ray(address: str | None = None, namespace: str = DEFAULT_NAMESPACE) -> None:
-    """Connects this process to the Ray cluster unless it is connected.
-
-    Args:
-        address: of the cluster; default: the environment variable RAY_ADDRESS.
-        namespace: for a new connection.
-
-    Raises:
-        MembershipError: no address is known, no cluster answers there, or it does not take this process's token.
-    """
-    import ray
-
-    if ray.is_initialized():
-        return
-    address = address or os.environ.get("RAY_ADDRESS")
-    if not address:
-        raise MembershipError(
-            "this process is not connected to Ray and knows no cluster: pass address= or set RAY_ADDRESS to the "
-            "cluster's address (ray.get_runtime_context().gcs_address in a process that is connected)"
-        )
-    try:
-        probe(address)
-        ray.init(address=address, namespace=namespace, log_to_driver=False)
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        raise MembershipError(f"no Ray cluster answers at {address!r}: {error}{way_out(error)}") from error
-
-
-def probe(address: str) -> None:
-    """Raises OSError unless something listens at an address of the form host:port: Ray would try for many minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal() and "://" not in address:
-        socket.create_connection((host, int(port)), _PROBE_S).close()
 
 
 def _no_answer(group: str, method: str, limit_s: float) -> DeadlineError:

@@ -13,7 +13,7 @@ from typing import Any
 from . import wire
 from .barrier import Barrier
 from .checks import Checks, Landed
-from .errors import CoverageError, MembershipError, SyncError, WireError
+from .errors import CoverageError, MembershipError, RdtError, SyncError, WireError
 from .gates import member_name
 from .members import Members
 from .syncs import Syncs
@@ -319,7 +319,9 @@ class Coordinator:
         """
         self._syncs.find(sync).prove(rank, digests, seconds)
 
-    async def enter(self, reader: str, incarnation: str, version: int, timeout_s: float) -> tuple[int, str]:
+    async def enter(
+        self, reader: str, incarnation: str, version: int, timeout_s: float, early: bool = False
+    ) -> tuple[int, str]:
         """An engine rank starts to pull: returns once the first round is published.
 
         From here on the reader may have received bytes.
@@ -329,6 +331,8 @@ class Coordinator:
             incarnation: that it connected as.
             version: that it was asked for.
             timeout_s: for every source rank to publish.
+            early: it reads already, because parameters hold still from the moment on that every source rank has begun, and it is
+                asked to pull no earlier. If it is refused, its replica is torn.
 
         Returns:
             The id of the running sync, and how much of it is verified.
@@ -338,6 +342,15 @@ class Coordinator:
                 failed.
             DeadlineError: names the source ranks that have not published; fails the sync.
         """
+        try:
+            return await self._entered(reader, incarnation, version, timeout_s)
+        except RdtError as error:
+            found = self._members.find(reader, incarnation)
+            if early and found is not None:
+                self._syncs.tear(found[0].name, str(error))
+            raise
+
+    async def _entered(self, reader: str, incarnation: str, version: int, timeout_s: float) -> tuple[int, str]:
         latest, record = self._syncs.latest, self._syncs.running
         if latest is not None and latest.version == version and latest.failure:
             raise SyncError(latest.failure)
@@ -462,9 +475,15 @@ class Coordinator:
             self._syncs.tear(name, reason)
 
     async def commit(
-        self, sync: int, rank: int, seconds: float, phases: dict[str, float], failed: dict[str, str] | None = None
+        self,
+        sync: int,
+        rank: int,
+        seconds: float,
+        phases: dict[str, float],
+        failed: dict[str, str] | None = None,
+        timeout_s: float = 0.0,
     ) -> bytes:
-        """Stamps the version: every engine rank has accounted for its bytes and every replica serves it.
+        """Stamps the version, once every engine rank has accounted for its bytes; their replicas have finished before.
 
         Args:
             sync: the sync's id.
@@ -472,12 +491,14 @@ class Coordinator:
             seconds: how long the sync took.
             phases: seconds by phase, as the driver saw them.
             failed: replicas that the driver could not let take part, and why.
+            timeout_s: for accounts that are on their way still.
 
         Returns:
             `SyncReport`, with timelines; a repeated commit returns the first one's.
 
         Raises:
-            SyncError: engine ranks that have not accounted (this fails the sync), or the sync failed or is over.
+            SyncError: an account was refused, or the sync failed or is over.
+            DeadlineError: names the engine ranks that have not accounted; fails the sync.
             MembershipError: the rank is not a member.
         """
         record = self._syncs.find(sync)
@@ -490,10 +511,12 @@ class Coordinator:
         for name, problem in (failed or {}).items():
             if name in record.replicas and record.policy == "best_effort":
                 self._syncs.lose(record, name, f"replica {name!r}", "drive", problem)
+        what = f"every engine rank to account for the bytes of version {record.version}"
+        await self._syncs.wait(record.accounted, timeout_s, what, record, rank, "commit")
         if record.failure:
             raise SyncError(record.failure)
-        if not record.accounted.is_open:
-            raise SyncError(self._syncs.fail(record, member_name(rank), "commit", record.describe_silence()))
+        if record.report:
+            return record.report  # of a commit that came twice, and waited as well
         replicas = tuple(name for name in record.replicas if name not in record.dropped)
         reports = tuple(record.reports[reader] for reader in record.readers if reader in record.reports)
         report = wire.SyncReport(

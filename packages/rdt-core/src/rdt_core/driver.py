@@ -199,6 +199,8 @@ class Round:
     def _tell(self, replica: str, phase: str, error: Exception) -> RdtError:
         """Fails the sync, or with "best_effort" this replica's part of it; returns the failure that came first."""
         own = error if isinstance(error, RdtError) else SyncError(str(error) or repr(error))
+        if isinstance(own, StepError):  # `phase` says which
+            own = SyncError(str(own))
         try:
             first = self._control.fail(self._sync, f"replica {replica!r}", phase, str(own), None, replica, self._caller)
         except CoordinatorLostError:

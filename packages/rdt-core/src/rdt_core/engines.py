@@ -37,7 +37,8 @@ STEPS = ("pause", "begin", "pull", "finish")
 class Receive(Protocol):
     """All steps of a sync but the commit in one call, for an engine that offers it; see `EngineClient` for each.
 
-    A client that has it carries it as its attribute `receive`; None, or no such attribute: it is driven step by step.
+    A client that has it carries it as its attribute `receive`; None, or no such attribute: it is driven step by step. One that
+    wraps another client and does anything else in a step has to hide it.
     """
 
     def __call__(self, version: int, *, deadline: float) -> Mapping[str, float]:

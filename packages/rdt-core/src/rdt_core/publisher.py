@@ -308,12 +308,13 @@ class Publisher:
     def readable(self) -> int:
         """Rounds whose bytes are readable with no further work in a sync, once this returned: 0 or 1.
 
-        That is the one round of mode `live`, where nothing is packed for any reader that asked so far.
+        That is the one round of mode `live`, where nothing is packed for any reader that asked so far. Readers for whom
+        nothing is packed may read it as soon as the sync has begun, whatever this returns for the sake of others.
         """
-        if not self._contents.is_live or any(served.packs for served in self._served.values()):
+        if not self._contents.is_live:
             return 0
         settle(self.device)
-        return 1
+        return 0 if any(served.packs for served in self._served.values()) else 1
 
     def rounds_written(self) -> Iterator[int]:
         """Writes round after round; each yield means that this round's bytes are readable, packed spans included.

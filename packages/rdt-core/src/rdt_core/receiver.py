@@ -42,6 +42,14 @@ log = logging.getLogger(__name__)
 DEFAULT_KINDS = ("mapped", "prepared", "ray")
 
 
+class _RefusedError(Exception):
+    """The coordinator refused a pull; whatever was posted before it said so has landed."""
+
+    def __init__(self, error: RdtError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Receiver:
     """Receives weights for one engine rank.
 
@@ -96,6 +104,8 @@ class Receiver:
         # waits until the coordinator took the account
         self._taken: Callable[[], dict[int, list[int]]] | None = None
         self._sync: int | None = None
+        self._is_verified = False  # the running sync
+        self._entered: int | None = None  # greatest version that the coordinator let it pull
         self._timeline = Recorder()  # of the pull that runs
         # a pull broke off: transfers may be in flight, or disagree with their owners; the next connect makes all links anew
         self._is_doubted = False
@@ -228,8 +238,11 @@ class Receiver:
             version: that the driver asked for.
             timeout_s: deadline of each wait; default: the receiver's own.
 
+        Where parameters lie readable as soon as a sync has begun, bytes move while the coordinator is asked whether they may; a
+        rank that it refuses is torn then.
+
         Returns:
-            What was moved. It is on its way to the coordinator; `finish` makes sure that it was accepted.
+            What was moved. It is on its way to the coordinator, which takes it before it commits.
 
         Raises:
             SyncError: the sync failed on another member, or nothing is being published.
@@ -241,44 +254,72 @@ class Receiver:
             raise SyncError(
                 f"{self.name} was asked to pull version {version} before it was connected to group {self.group}"
             )
+        if self._is_doubted:
+            raise SyncError(
+                f"{self.name} was asked to pull version {version}, and has to be connected again first: its last pull broke off, "
+                "and its links are in doubt"
+            )
         self._sync, self._pulled, self._taken = None, None, None
         self._timeline = Recorder()
         phases = dict.fromkeys(("wait", "transfer", "land"), 0.0)
-        began = time.perf_counter()
-        sync, verify = self.control.enter(self.name, connection.manifest.incarnation, version, timeout_s)
-        phases["wait"] = time.perf_counter() - began
-        self._timeline.add("wait", began)
-        self._sync = sync
+        # one that comes again, or late, must not touch what is served: it waits for the coordinator's word
+        early = connection.is_readable_at_once and self._entered is not None and version > self._entered
+        entered = self.control.enter(self.name, connection.manifest.incarnation, version, timeout_s, early=early)
+
+        def admit() -> ReaderProof | None:
+            began = time.perf_counter()
+            self._sync, verify = entered()
+            self._timeline.add("wait", began)
+            if not early:
+                phases["wait"] = time.perf_counter() - began
+            self._entered = version
+            self._is_verified = verify != "off"
+            if not self._is_verified:
+                return None
+            began = time.perf_counter()
+            proof = connection.proof()
+            proof.start(check_mode(verify), version)
+            phases["prepare"] = time.perf_counter() - began
+            return proof
+
+        proof = None if early else admit()
         try:
-            proof = None
-            if verify != "off":
-                began = time.perf_counter()
-                proof = connection.proof()
-                proof.start(check_mode(verify), version)
-                phases["prepare"] = time.perf_counter() - began
-            report = self._pull(connection, version, sync, timeout_s, phases, proof)
-            # nobody waits for the answer here: it arrives while the engine's driver goes on to `finish`
+            report, proof = self._pull(connection, version, timeout_s, phases, admit if early else lambda: proof)
+            # nobody waits for the answer here: it arrives while the engine's driver goes on
             digests = proof.digests() if proof is not None else None
             if proof is not None:
                 phases["verify"] = proof.seconds
-            self._taken = self.control.done(report, sync, digests, timeout_s)
+            self._taken = self.control.done(report, self._running(), digests, timeout_s)
+        except _RefusedError as refused:
+            self.abort(version, f"version {version} failed half-way: {refused.error}")
+            raise refused.error from None
         except Exception as error:
             self._is_doubted = True
             self.abort(version, f"version {version} failed half-way: {str(error) or repr(error)}")
-            self._report_failure(sync, "pull", error)
+            try:
+                self._report_failure(entered()[0] if self._sync is None else self._sync, "pull", error)
+            except RdtError as refusal:
+                log.debug("%s failed, and was refused as well: %s", self.name, refusal)
             raise
         self._pulled = report
         return report
+
+    def _running(self) -> int:
+        if self._sync is None:
+            raise SyncError(f"{self.name} reads without the coordinator's word")
+        return self._sync
 
     def _pull(
         self,
         connection: Connection,
         version: int,
-        sync: int,
         timeout_s: float,
         phases: dict[str, float],
-        proof: ReaderProof | None,
-    ) -> wire.ReaderReport:
+        admit: Callable[[], ReaderProof | None],
+    ) -> tuple[wire.ReaderReport, ReaderProof | None]:
+        """Moves and lands everything. `admit` is called once, before anything is done with bytes that landed."""
+        proof: ReaderProof | None = None
+        is_admitted = False
         began = time.perf_counter()
         moved = 0
         meter = Meter()
@@ -333,7 +374,7 @@ class Receiver:
                     pending = None
                 waiting = time.perf_counter()
                 readable = step.chunk.round
-                self.control.await_round(self.name, sync, readable, timeout_s)
+                self.control.await_round(self.name, self._running(), readable, timeout_s)
                 phases["wait"] += time.perf_counter() - waiting
                 self._timeline.add("wait", waiting)
             if step.chunk.opens:
@@ -342,14 +383,20 @@ class Receiver:
             flights = post_all(step.transfers, self.device)
             phases["transfer"] += time.perf_counter() - posted
             self._timeline.add("transfer", posted)
+            if not is_admitted:
+                try:
+                    proof, is_admitted = admit(), True
+                except RdtError as refusal:
+                    wait_all(flights, time.monotonic() + timeout_s)  # links stay as they are: nothing is on its way
+                    raise _RefusedError(refusal) from refusal
             if pending is not None:
                 moved += process(*pending)
             pending = (step, flights)
         if pending is not None:
             moved += process(*pending)
         for number in range(readable + 1, connection.rounds):
-            self.control.await_round(self.name, sync, number, timeout_s)
-        return wire.ReaderReport(
+            self.control.await_round(self.name, self._running(), number, timeout_s)
+        report = wire.ReaderReport(
             reader=self.name,
             incarnation=connection.manifest.incarnation,
             version=version,
@@ -362,19 +409,22 @@ class Receiver:
             is_outdated=is_first and connection.is_outdated,
             timeline=self._timeline.timeline(member_name(self.name)),
         )
+        return report, proof if is_admitted else admit()
 
     def finish(self, version: int) -> None:
-        """Runs what remains of the post-load step and makes sure that the account was accepted. No version before `commit`.
+        """Runs what remains of the post-load step. No version before `commit`, which waits until the account is taken.
 
         Raises:
-            SyncError: no complete pull of this version precedes, or the accounts do not match.
+            SyncError: no complete pull of this version precedes.
+            VerifyError: the sync is verified, and digests differ.
         """
         report, sync, taken = self._pulled, self._sync, self._taken
         if report is None or sync is None or taken is None or report.version != version:
             self.abort(version, f"finish of version {version} without a complete pull of it")
             raise SyncError(f"{self.name} cannot finish version {version}: it was not pulled completely")
         try:
-            differing = taken()  # before the landing serves again
+            # only this rank can say what differing digests stand for
+            differing = taken() if self._is_verified else {}
             if differing and self._connection is not None:
                 raise VerifyError(self._connection.proof().describe(differing))
             self.landing.finish()

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from . import wire
-from .control import Control, ensure_ray, open_coordinator
-from .engines import ConnectInfo
-from .errors import CoordinatorLostError, DeadlineError, EngineError, RdtError, TornReplicaError
+from .control import Control
+from .engines import STEPS, ConnectInfo, Receive
+from .errors import CoordinatorLostError, DeadlineError, EngineError, RdtError, StepError, TornReplicaError
 from .landing import ModuleLanding
 from .rates import check_slow_links
 from .receiver import Receiver
+from .rendezvous import ensure_ray, open_coordinator
 from .transport import LocalExchange
 
 LoadWeights = Callable[[torch.nn.Module, Iterable[tuple[str, torch.Tensor]]], Any]
@@ -38,6 +39,23 @@ class Receiving(ABC):
     def finish(self, version: int) -> None:
         """See `Receiver.finish`."""
         self._connected().finish(version)
+
+    def receive(self, version: int, timeout_s: float) -> dict[str, float]:
+        """`pull` and `finish` in one call. Returns the seconds of each step; those before them are none.
+
+        Raises:
+            StepError: one of them failed.
+        """
+        steps = {"pull": lambda: self.pull(version, timeout_s), "finish": lambda: self.finish(version)}
+        seconds = dict.fromkeys(STEPS, 0.0)
+        for name, step in steps.items():
+            began = time.perf_counter()
+            try:
+                step()
+            except RdtError as error:
+                raise StepError(str(error), name) from error
+            seconds[name] = time.perf_counter() - began
+        return seconds
 
     def commit(self, version: int) -> None:
         """See `Receiver.commit`."""
@@ -155,7 +173,7 @@ class ModuleWorker(Receiving):
 
 
 class ModuleReplica:
-    """Client of a replica of `ModuleWorker`s; see `engines.EngineClient`.
+    """Client of a replica of `ModuleWorker`s; see `engines.EngineClient`. A subclass that overrides a step is driven by steps.
 
     Args:
         workers: objects, or handles of Ray actors made from `ModuleWorker`, in rank order.
@@ -172,6 +190,8 @@ class ModuleReplica:
             )
         self.name = name
         self.workers = list(workers)
+        is_whole = all(getattr(type(self), step) is getattr(ModuleReplica, step) for step in STEPS)
+        self.receive: Receive | None = self._receive if is_whole else None
 
     def _all(self, method: str, *args: Any, deadline: float) -> list[Any]:
         timeout = max(0.0, deadline - time.monotonic())
@@ -209,6 +229,11 @@ class ModuleReplica:
     def finish(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.finish`."""
         self._all("finish", version, deadline=deadline)
+
+    def _receive(self, version: int, *, deadline: float) -> dict[str, float]:
+        """`pull` and `finish` of every worker in one call. The seconds are those of the slowest."""
+        ranks = self._all("receive", version, max(0.0, deadline - time.monotonic()), deadline=deadline)
+        return {step: max(seconds[step] for seconds in ranks) for step in ranks[0]} if ranks else {}
 
     def commit(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.commit`."""

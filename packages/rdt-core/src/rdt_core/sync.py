@@ -17,7 +17,7 @@ import msgspec
 
 from . import wire
 from .checking import check
-from .control import Control, ensure_ray, open_coordinator
+from .control import Control
 from .driver import Driver, Round, side_by_side
 from .engines import EngineClient
 from .errors import CoordinatorLostError, EngineError, MembershipError, RdtError, SyncError, TakenOverError
@@ -28,6 +28,7 @@ from .publisher import DEFAULT_BUCKET_BYTES, Publisher
 from .rates import SlowLinks, check_slow_links
 from .receiver import DEFAULT_KINDS
 from .record import POLICIES
+from .rendezvous import ensure_ray, open_coordinator
 from .report import log_line
 from .sources.base import IterableWeightSource, WeightSource
 from .transport import LocalExchange
@@ -422,7 +423,9 @@ class WeightSync(Membership):
         committing = time.perf_counter()
         phases["total"] = committing - began
         try:
-            report = self._control.commit(sync, self.rank, phases["total"], phases, {**out, **drive.failed})
+            report = self._control.commit(
+                sync, self.rank, phases["total"], phases, {**out, **drive.failed}, timeout_s=timeout_s
+            )
         except RdtError as error:
             drive.abort(str(error))
             self._disown(drive, error)

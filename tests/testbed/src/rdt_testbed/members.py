@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rdt_core import wire
-from rdt_core.control import Control, ensure_ray, open_coordinator
+from rdt_core.control import Control
+from rdt_core.rendezvous import ensure_ray, open_coordinator
 
 from .group import GROUP, engine, offer, report, source, token
 
@@ -43,7 +44,7 @@ class Trainer:
             if driven is None:
                 return control.outcome(sync, rank, WAIT_S)
             driven.result(WAIT_S)
-        return control.commit(sync, rank, 0.5, {"pull": 0.25})
+        return control.commit(sync, rank, 0.5, {"pull": 0.25}, timeout_s=WAIT_S)
 
 
 class Reader:
@@ -62,7 +63,7 @@ class Reader:
 
     def pull(self, version: int) -> list[int]:
         """Takes part in the running sync. Returns the source ranks that offered."""
-        sync, _ = self.control.enter(self.name, "first", version, WAIT_S)
+        sync, _ = self.control.enter(self.name, "first", version, WAIT_S)()
         offers, _ = self.control.offers(self.name, "first", WAIT_S)
         self.control.done(report(self.name, version), sync)()
         return [one.source for one in offers]

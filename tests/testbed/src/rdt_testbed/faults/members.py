@@ -278,7 +278,7 @@ def worker(
             return {"version": made.version(), "digest": "", "refusal": channel.describe(error)}
         return {"version": made.version(), "digest": model.digest(state), "refusal": None}
 
-    methods = ("connect", "pull", "finish", "commit", "abort", "version", "close", "pause", "resume")
+    methods = ("connect", "pull", "finish", "receive", "commit", "abort", "version", "close", "pause", "resume")
     handlers: dict[str, Callable[..., Any]] = {name: getattr(made, name) for name in methods if hasattr(made, name)}
     handlers |= {"limit": limit, "serving": serving}
     server.start()

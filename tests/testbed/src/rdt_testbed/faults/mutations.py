@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rdt_core.connection import Connection
 from rdt_core.control import Control
 from rdt_core.coordinator import Coordinator
 from rdt_core.members import Members, Source
@@ -17,19 +18,12 @@ from rdt_core.replica import ModuleWorker
 from rdt_core.syncs import Syncs
 
 
-def _set(owner: type, name: str, function: Callable[..., Any]) -> None:
+def _set(owner: type, name: str, function: Callable[..., Any] | property) -> None:
     setattr(owner, name, function)
 
 
 def _accounts() -> None:
     """A version is committed although engine ranks have not accounted for their bytes."""
-    stock = Receiver.finish
-
-    def finish(self: Receiver, version: int) -> None:
-        self._taken = dict
-        stock(self, version)
-
-    _set(Receiver, "finish", finish)
     commit = Coordinator.commit
 
     async def committed(self: Coordinator, sync: int, *rest: Any) -> bytes:
@@ -123,6 +117,11 @@ def _broken_links() -> None:
     _set(Receiver, "connect", connect)
 
 
+def _early() -> None:
+    """An engine rank reads before it has the coordinator's word whatever it reads."""
+    _set(Connection, "is_readable_at_once", property(lambda self: bool(self.steps)))
+
+
 #: name of the mechanism that is switched off
 MUTATIONS: dict[str, Callable[[], None]] = {
     "accounts": _accounts,
@@ -137,6 +136,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "begin-twice": _begin_twice,
     "late-connect": _late_connect,
     "broken-links": _broken_links,
+    "early": _early,
 }
 
 
