@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rdt_core.bench import BenchOptions, run
+from rdt_core.bench import BenchOptions, fleet, run
+from rdt_core.bench.laidout import LaidOutRank
 from rdt_core.bench.layouts import EngineModule
 from rdt_core.bench.placement import environment
+from rdt_core.plan.cluster import Cluster, seat
+from rdt_core.plan.readers import EngineLayout, plan_readers
+from rdt_core.plan.trainers import make_manifests
+from rdt_core.routing import Routing
+from rdt_core.shapes import checkpoint_tensors
+from rdt_core.sources.base import Shard
+from rdt_core.trainers import MegatronLayout
 
 pytestmark = pytest.mark.integration
 
@@ -70,6 +80,64 @@ def test_one_wrong_bit_is_noticed_in_every_cell_and_peer(ray_cluster) -> None:
     assert not any(row.exact for row in report.rows)
     assert not report.exact
     assert {cell.used_mode for cell in report.cells} == {"live"}
+
+
+def planned(one: BenchOptions) -> Counter[tuple[int, int]]:
+    """Bytes of each link by the rooms of `rdt plan`, with everybody on one node."""
+    assert one.megatron is not None
+    seats = seat(Cluster(gpus=64), one.ranks, 1, one.readers, "beside")
+    nodes = [gpu.meta() for gpu in seats.sources]
+    routing = Routing(make_manifests(one.megatron, checkpoint_tensors(one.model), one.config, nodes))
+    engine = EngineLayout(one.engine, one.tp, one.ep, one.pp)
+    _, transfers, _ = plan_readers(routing, engine, one.config, seats.sources, seats.readers, device="cpu")
+    links: Counter[tuple[int, int]] = Counter()
+    for source, reader, nbytes in zip(transfers.source, transfers.reader, transfers.nbytes, strict=True):
+        links[int(source), int(reader)] += int(nbytes)
+    return links
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "tp", "kind", "modes"),
+    [
+        ("tiny", MegatronLayout(4, tp=2, pp=2), 2, "mapped", ("live", "snapshot", "bucket")),
+        ("tiny-moe", MegatronLayout(4, tp=2, ep=2), 2, "prepared", ("live",)),
+    ],
+)
+def test_megatrons_words_arrive_over_the_links_of_the_plan(
+    model: str, layout: MegatronLayout, tp: int, kind: str, modes: tuple[str, ...], ray_cluster
+) -> None:
+    one = BenchOptions(
+        model=model, ranks=layout.ranks, megatron=layout, tp=tp, kinds=(kind,), modes=modes, rounds=1, peers=("broadcast",)
+    )  # fmt: skip
+    report = run(one)
+    assert [(cell.error, cell.exact, cell.used_mode) for cell in report.cells] == [("", True, mode) for mode in modes]
+    assert report.trainer.startswith("megatron:ranks=4,tp=2")
+    want = planned(one)
+    for cell in report.cells:
+        assert {(source, reader): nbytes for source, reader, nbytes in cell.links} == want
+        assert sum(want.values()) == cell.bytes
+    assert "other designs are measured with row shards" in report.peers[0].reason
+
+
+class SwappedRank(LaidOutRank):
+    """Hands out a query group's key for its value, and its value for its key."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        shards = self.source._shards
+        at = [next(n for n, one in enumerate(shards) if f".{part}_proj." in one.name) for part in "kv"]
+        pair = [shards[number] for number in at]
+        for number, mine, other in zip(at, pair, reversed(pair), strict=True):
+            shards[number] = Shard(mine.name, mine.offset, other.tensor)
+
+
+def test_a_swapped_stretch_of_a_fused_parameter_is_noticed(ray_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "LaidOutRank", SwappedRank)
+    one = BenchOptions(
+        model="tiny", layers=1, ranks=1, megatron=MegatronLayout(1), kinds=("mapped",), modes=("live",), rounds=1, limit_s=0.5
+    )  # fmt: skip
+    cell = run(one).cells[0]
+    assert (cell.error, cell.exact) == ("", False)
 
 
 def test_collectives_of_the_trainers_go_on_and_an_error_hides_no_other_cell(ray_cluster) -> None:

@@ -7,6 +7,7 @@ import pytest
 from rdt_core.bench import options as read
 from rdt_core.bench.options import BenchOptions, OptionError
 from rdt_core.bench.placement import environment, place
+from rdt_core.trainers import MegatronLayout
 
 pytestmark = pytest.mark.unit
 
@@ -24,8 +25,11 @@ def test_specs_and_lists() -> None:
     assert read.engine("vllm:tp=4,ep=2,pp=2").settings == (("tp", 4), ("ep", 2), ("pp", 2), ("replicas", 1))
     with pytest.raises(OptionError, match="rdt bench knows no replicas; it knows tp, ep, pp"):
         read.engine("vllm:replicas=2")
-    with pytest.raises(OptionError, match="rdt bench has no such ranks; available: fsdp"):
-        read.trainer("megatron:ranks=2")
+    assert read.megatron(read.trainer("fsdp:ranks=3")) is None
+    layout = read.megatron(read.trainer("megatron:tp=2,pp=2,ep=4,etp=1,cp=1,ranks=8"))
+    assert layout == MegatronLayout(8, tp=2, pp=2, ep=4)
+    with pytest.raises(OptionError, match="rdt bench knows no replicas; it knows ranks"):
+        read.trainer("fsdp:ranks=2,replicas=2")
 
 
 def test_packs() -> None:
@@ -44,7 +48,7 @@ def test_packs() -> None:
         ({"device": "tpu"}, "known: cpu, cuda"),
         ({"gpus": "far"}, "known: auto, separate, shared, together"),
         ({"engine": "x"}, "known: vllm, sglang"),
-        ({"ranks": 0}, "fsdp:ranks 0"),
+        ({"ranks": 0}, "--trainer ranks 0"),
         ({"rounds": 0}, "--rounds 0"),
         ({"tp": 2}, "tp=2 does not divide the 9 attention heads of smollm2-135m"),
         ({"model": "qwen3-30b-a3b", "tp": 12}, "tp=12 does not divide the 32 attention heads"),
@@ -79,7 +83,7 @@ def test_peers_all_has_a_row_for_each_and_says_what_it_leaves_out() -> None:
     assert left_out() == {}
     assert left_out(device="cuda", model="qwen3-8b").keys() == {"disk"}
     large = left_out(device="cuda", model="qwen3-30b-a3b")
-    assert "61.1 GB through a file" in large["disk"]
+    assert "61.064 GB through a file" in large["disk"]
     assert "an object for each of 18867 tensors; --peers objects measures it" in large["objects"]
     named = BenchOptions(model="qwen3-8b").with_peers("disk")
     assert (named.peers, named.left_out) == (("disk",), ())

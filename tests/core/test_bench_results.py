@@ -15,7 +15,7 @@ import torch
 from rdt_core.bench import BenchReport, Cell, Floors, PeerRow, p50, p95, plot, ratio, show, tensorfile, to_dict
 from rdt_core.bench.options import BenchOptions
 from rdt_core.bench.peers import bucket_size, buckets
-from rdt_core.bench.show import tables
+from rdt_core.bench.tables import tables, verdict
 from rdt_core.errors import RdtError
 from rdt_core.notation import OptionError
 from rdt_core.shapes import checkpoint_tensors
@@ -75,18 +75,46 @@ def test_json_carries_what_follows_and_no_nan() -> None:
     assert plain["peers"][0]["p95"] == 0.5
 
 
-def test_tables_show_errors_beside_the_rest() -> None:
+def shown(report: BenchReport, width: int = 200) -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    for one in tables(REPORT):
-        Console(file=out, width=200).print(one)
-    text = out.getvalue()
+    for one in tables(report):
+        Console(file=out, width=width).print(one)
+    return out.getvalue() + verdict(report)
+
+
+def test_tables_show_errors_beside_the_rest() -> None:
+    text = shown(REPORT)
     for words in (
-        "no way", "2.00 x span", "full", "2.5 x", "engine ranks on GPU 1", "floor nixl: no", "yes", "10.0/20.0",
-        "100/150", "cannot run here: no CUDA", "send; start 4.0",
+        "live, ray: failed: TransportError: no way", "2.00", "p50 over the span", "disk failed: full", "2.5 x",
+        "engine ranks on GPU 1", "floor nixl: no", "yes", "10.0", "20.0", "150", "no CUDA", "send; start 4.0", "279.2 kB",
+        "each source rank sends 2.000 GB, each engine rank receives 2.000 GB", "all equal", "failed: 2 of 5 rows",
+        "fastest: mode live over mapped links, 200 ms for 2.000 GB (10.0 GB/s), 2.00 times one mapped copy",
     ):  # fmt: skip
-        assert words in text
+        assert words in " ".join(text.split()), words
+    assert "pack" not in text.split("first:")[0], "what is the same in every row has no column"
+    spoiled = msgspec.structs.replace(REPORT, cells=(msgspec.structs.replace(CELL, exact=False),))
+    assert "WRONG BYTES in 1 of 4 rows" in shown(spoiled)
+    assert "all equal" not in shown(spoiled)
+    assert all(len(line) <= 80 for line in shown(REPORT, 80).splitlines()[:-3])
+
+
+def test_a_floor_too_short_to_be_a_yardstick_gives_a_reason_instead_of_a_ratio() -> None:
+    short = msgspec.structs.replace(CELL, floors=Floors(copy=2e-6, span=9e-4))
+    assert math.isnan(ratio(short))
+    assert ratio(msgspec.structs.replace(CELL, floors=Floors(span=1e-3))) == pytest.approx(200)
+    report = msgspec.structs.replace(REPORT, cells=(short,))
+    text = " ".join(shown(report).split())
+    assert "no ratio: the span of these bytes takes 0.900 ms; below 1 ms it would tell about control messages" in text
+    assert "whatever the bytes (10.0 ms here)" in text
+    assert "times rdt is left out: the span of these bytes" in text
+    assert "2.5 x" not in text
+    assert "times one" not in text
+    plain = to_dict(report)["cells"][0]
+    assert plain["ratio"] is None
+    assert plain["no_ratio"].startswith("no ratio: the span")
+    assert to_dict(REPORT)["cells"][0]["no_ratio"] == ""
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -101,8 +129,8 @@ def test_a_picture_has_every_combination_and_peer_that_ran(tmp_path: Path, suffi
             "rdt: live, mapped",
             "broadcast",
             "transfer",
-            "floor: one copy",
-            "tiny, 0.000279 GB",
+            "floor: one copy inside the reader",
+            "tiny, 279.2 kB",
         ):
             assert f"<!-- {words}" in text, words
         assert "checkpoint-engine" not in text

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from rdt_core import errors, wire
-from rdt_core.control import Control, LocalControl, RayControl, ensure_ray, open_coordinator
+from rdt_core.control import Control, LocalControl, RayControl
 from rdt_core.coordinator import Coordinator
 from rdt_core.errors import CoverageError, DeadlineError, MembershipError, RdtError, SyncError, VersionError, WireError
+from rdt_core.rendezvous import ensure_ray, open_coordinator
 from rdt_testbed.cluster import Cluster
 from rdt_testbed.group import GROUP, TENSORS, engine, offer, source, token
 from rdt_testbed.members import Reader, Trainer

@@ -12,8 +12,9 @@ import hypothesis.strategies as st
 import pytest
 
 from rdt_core import wire
-from rdt_core.coordinator import MAX_TOLD_LINKS, Coordinator
+from rdt_core.coordinator import Coordinator
 from rdt_core.errors import CoverageError, DeadlineError, MembershipError, RdtError, SyncError, WireError
+from rdt_core.synccalls import MAX_TOLD_LINKS
 from rdt_testbed.clock import run
 from rdt_testbed.group import GROUP, NBYTES, TENSORS, engine, offer, report, source, token
 

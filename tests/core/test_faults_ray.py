@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from rdt_core.control import open_coordinator
 from rdt_core.errors import CoordinatorLostError, DeadlineError, EngineError, MembershipError, SyncError, TransportError
+from rdt_core.rendezvous import open_coordinator
 from rdt_core.replica import ModuleReplica, ModuleWorker
 from rdt_core.sources import ModuleSource
 from rdt_core.sync import WeightSync

@@ -13,9 +13,10 @@ from rdt_core.bench.layouts import EngineModule, EngineRank
 from rdt_core.bench.source import RowSharded
 from rdt_core.errors import SourceError
 from rdt_core.plan.cluster import Cluster, Gpu, read_cluster, seat
-from rdt_core.plan.trainers import FsdpLayout, make_manifests
+from rdt_core.plan.trainers import make_manifests
 from rdt_core.routing import Routing
 from rdt_core.shapes import MODELS, Config, checkpoint_tensors, config_of, read_config, tensors_of
+from rdt_core.trainers import FsdpLayout
 from rdt_core.wire import NodeMeta
 
 pytestmark = pytest.mark.unit

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rdt_core.errors import SourceError
-from rdt_core.plan.megatron import MegatronLayout
 from rdt_core.plan.trainers import make_manifests
 from rdt_core.routing import Routing
 from rdt_core.shapes import config_of, read_config, tensors_of
+from rdt_core.trainers import MegatronLayout
 from rdt_core.wire import NodeMeta, SourceManifest
 from rdt_testbed import models
 from rdt_testbed.megatron import Layout

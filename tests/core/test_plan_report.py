@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rdt_core.cli import app
@@ -15,6 +19,7 @@ from rdt_core.errors import SourceError
 from rdt_core.plan import Cluster, PlanReport, make_plan_report, predict, read_options, to_dict
 from rdt_core.plan.cluster import seat
 from rdt_core.plan.peers import compare
+from rdt_core.plan.show import summary, tables
 
 pytestmark = pytest.mark.unit
 
@@ -172,6 +177,25 @@ def test_what_cannot_work_is_refused(arguments: tuple[str, str, str], text: str)
 def test_an_engine_that_does_not_divide_the_model_is_refused() -> None:
     with pytest.raises(SourceError, match=r"3 engine ranks do not divide the 64 of"):
         plan("tiny", "fsdp:ranks=2", "vllm:tp=3")
+
+
+def test_other_designs_are_said_to_be_slower_or_faster() -> None:
+    told = plan("tiny", "fsdp:ranks=2", "vllm:tp=1")
+    one = told.peers[0]
+    for seconds, said in ((2.0, "2.0 x slower"), (0.25, "4.0 x faster"), (1.02, "as fast")):
+        peers = (replace(one, seconds=seconds * told.seconds),)
+        shown = io.StringIO()
+        console = Console(file=shown, width=160)
+        for table in tables(replace(told, peers=peers)):
+            console.print(table)
+        assert said in shown.getvalue()
+
+
+def test_the_summary_counts_and_sizes() -> None:
+    text = summary(plan("tiny", "fsdp:ranks=2", "vllm:tp=1"))
+    assert "(2 source ranks) -> vllm:tp=1 (1 replica, 1 engine rank), mode" in text
+    assert re.search(r"tiny: \d+ tensors, \d+\.\d [kM]B; ", text)
+    assert "2 replicas, 2 engine ranks" in summary(plan("tiny", "fsdp:ranks=2", "vllm:tp=1,replicas=2"))
 
 
 def test_the_command_prints_tables_json_and_a_picture(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from rdt_core.bench.layouts import EngineModule, EngineRank
 from rdt_core.landing import Destination, storage_bytes
 from rdt_core.linking import PACK_REGION, Program, make_program
 from rdt_core.plan.cluster import Gpu
-from rdt_core.plan.megatron import MegatronLayout
-from rdt_core.plan.trainers import FsdpLayout, Layout, make_manifests
+from rdt_core.plan.trainers import make_manifests
 from rdt_core.planning import Plan, make_plan
 from rdt_core.routing import Routing
 from rdt_core.shapes import Config, tensors_of
 from rdt_core.tracing import Destinations, trace
+from rdt_core.trainers import FsdpLayout, Layout, MegatronLayout
 from rdt_core.transport import tables
 from rdt_core.transport.base import Copies
 from rdt_core.wire import DTYPE_BYTES, SourceManifest

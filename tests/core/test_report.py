@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rdt_core import report
+from rdt_core import report, wire
 from rdt_core.errors import RdtError
 from rdt_core.notation import OptionError
 from rdt_core.wire import LinkReport, PackReport, ReaderReport, SyncReport
@@ -115,7 +115,7 @@ def test_packing() -> None:
 def test_log_line() -> None:
     line = report.log_line(sync())
     assert line == (
-        "version 7 of 'policy': 6.000 GB to 1 engine ranks in 3.000 s (2.00 GB/s), mode live, pause 250, pull 2500 ms, "
+        "version 7 of 'policy': 6.000 GB to 1 engine rank in 3.000 s (2.00 GB/s), mode live, pause 250, pull 2500 ms, "
         "slowest link 1 -> a/0 (prepared) 0.50 GB/s in 2.000 s"
     )
     assert report.log_line(sync(links=())).endswith("no link")
@@ -123,6 +123,29 @@ def test_log_line() -> None:
     assert report.log_line(msgspec.structs.replace(sync(), failed={"b": "it\nis on fire"})).endswith(
         ", left out 'b': it is on fire"
     )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [
+        (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (82_540, "82.5 kB"), (999_940, "999.9 kB"), (999_950, "1.0 MB"),
+        (538_060_000, "538.1 MB"), (999_960_000, "1.000 GB"), (16_381_470_720, "16.381 GB"), (2.053e12, "2053.000 GB"),
+        (-5e6, "-5.0 MB"), (1.5, "2 B"),
+    ],
+)  # fmt: skip
+def test_size(nbytes: float, said: str) -> None:
+    assert report.size(nbytes) == said
+
+
+def test_a_report_prints_itself_as_one_line() -> None:
+    told = sync()
+    assert str(told) == f"{told}" == report.log_line(told)
+    assert repr([told]) == f"[<SyncReport: {report.log_line(told)}>]"
+    # neither sent nor stored otherwise
+    assert wire.decode(wire.encode(told), SyncReport) == told
+    assert json.loads(wire.to_json(told))["readers"][0]["reader"] == "a/0"
+    small = msgspec.structs.replace(told, bytes=82_500, readers=told.readers * 2)
+    assert str(small).startswith("version 7 of 'policy': 82.5 kB to 2 engine ranks in 3.000 s")
 
 
 def test_one_line() -> None:
@@ -171,7 +194,15 @@ def test_table_has_a_row_for_each_sync() -> None:
     result = report.table([sync(7), sync(8)])
     Console(file=out, width=200).print(result)
     assert result.row_count == 2
-    for part in ("version", "pause ms", "pull ms", "250.0", "3000.0", "6000.0", "mapped 8.00 GB/s, prepared 1.00 GB/s"):
+    for part in (
+        "version",
+        "pause ms",
+        "pull ms",
+        "250.0",
+        "3000.0",
+        "6.000 GB",
+        "mapped 8.00 GB/s, prepared 1.00 GB/s",
+    ):
         assert part in out.getvalue()
 
 

@@ -69,7 +69,7 @@ def test_before_the_first_sync() -> None:
     assert "no version yet, epoch 0, 1 of 2 source ranks, 2 replicas" in text
     assert "absent" in text
     assert "has not joined" in text
-    assert "72" not in text.split("GB a sync")[1]
+    assert "72" not in text.split("72 B a sync")[1]
 
 
 def test_a_sync_that_runs_says_whom_it_waits_for() -> None:
@@ -108,7 +108,7 @@ def test_the_last_sync() -> None:
     last = good.last
     assert (last.version, last.outcome, last.seconds, last.bytes, last.mode) == (1, "committed", 1.5, 144, "live")
     assert last.slowest.source == 1
-    assert "last sync: version 1 committed 0.0 s ago: 0.000 GB in 1.500 s" in shown(good)
+    assert "last sync: version 1 committed 0.0 s ago: 144 B in 1.500 s" in shown(good)
     assert "slowest link 1 -> a/0 (local)" in shown(good)
     assert (bad.last.version, bad.last.outcome) == (2, "failed")
     assert bad.last.error == bad.last_failure == "version 2: engine rank a/0 failed in pull: the link\nis down"

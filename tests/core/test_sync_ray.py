@@ -158,7 +158,7 @@ def test_a_cast_snapshot_lands_in_another_dtype(trainers):
 def test_the_coordinator_imports_neither_torch_nor_nixl(trainers):
     import ray
 
-    from rdt_core.control import open_coordinator
+    from rdt_core.rendezvous import open_coordinator
     from rdt_core.replica import ModuleWorker
 
     class Opener:

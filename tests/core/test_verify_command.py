@@ -41,7 +41,7 @@ def test_what_differs_is_shown_and_is_the_exit_status() -> None:
     assert "layers.1.w" in text
     assert "rows 0 to 3 of 9" in text
     assert "layers.0.w" not in text
-    assert "1 equal, 1 differs, 1 not comparable, 0 not taken; 0.003 GB compared in 0.50 s (0.01 GB/s)" in text
+    assert "1 equal, 1 differs, 1 not comparable, 0 not taken; 3.1 MB compared in 0.50 s (0.01 GB/s)" in text
     out = io.StringIO()
     assert verify_command(out, report("equal", "not taken"), json=False, all_rows=True) == 0
     assert "layers.0.w" in out.getvalue()

@@ -14,21 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
+from modeltrainer import ModelTrainer
 
 BACKENDS = ("ipc", "sharded_rdt")
 
 
-class Trainer:
-    """One source rank: a transformers model on the GPU."""
-
-    def __init__(self, config_dir: str) -> None:
-        import transformers
-
-        torch.cuda.set_device(0)
-        config = transformers.AutoConfig.from_pretrained(config_dir)
-        with torch.device("cuda"):
-            self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+class Trainer(ModelTrainer):
+    """One source rank that sends by a backend of vLLM's own."""
 
     def connect(self, server: Any, backend: str) -> None:
         from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
@@ -52,12 +44,8 @@ class Trainer:
         )
 
     def step(self, seed: int, folder: str) -> None:
-        generator = torch.Generator("cuda").manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.normal_(0, 0.02, generator=generator)
-        torch.cuda.synchronize()
-        self.model.save_pretrained(folder)
+        self.reroll(seed)
+        self.save(folder)
 
     def send(self) -> float:
         started = time.perf_counter()

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import ray
 import torch
+from modeltrainer import ModelTrainer
 
 
 class Probe:
@@ -29,16 +30,8 @@ class Probe:
         return {name: tensor.data_ptr() for name, tensor in named}
 
 
-class Trainer:
-    """One source rank: a transformers model on the GPU."""
-
-    def __init__(self, config_dir: str) -> None:
-        import transformers
-
-        torch.cuda.set_device(0)
-        config = transformers.AutoConfig.from_pretrained(config_dir)
-        with torch.device("cuda"):
-            self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+class Trainer(ModelTrainer):
+    """One source rank that publishes what it trains."""
 
     def join(self, mode: str, kinds: tuple[str, ...], verify: str) -> str:
         from rdt_core.sources import ModuleSource
@@ -63,15 +56,6 @@ class Trainer:
         self.sync.attach(VllmRayEngine([handle], name="vllm"))
         return time.perf_counter() - started
 
-    def reroll(self, seed: int) -> None:
-        generator = torch.Generator("cuda").manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.normal_(0, 0.02, generator=generator)
-                if "norm" in name:
-                    parameter.add_(1.0)
-        torch.cuda.synchronize()
-
     def publish(self, version: int):
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -95,10 +79,6 @@ class Trainer:
         del copies
         torch.cuda.empty_cache()
         return statistics.median(seconds[1:])
-
-    def save(self, folder: str) -> None:
-        """Writes a checkpoint of the present weights."""
-        self.model.save_pretrained(folder)
 
     def checksums(self) -> dict[str, str]:
         """What vLLM's own checksums must be: SHA-256 of its fused parameters, made from this model."""

@@ -44,17 +44,18 @@ PURE = ("declared", "geometry", "gpus", "layout", "linking", "placement", "plann
 IMPURE = {"transport"}
 # Data flows down this list: none of a line's rooms may reach a room of a later line, through any number of imports.
 ORDER = (
-    ("errors",),
+    ("errors", "logline"),
     ("wire", "distributions"),
     ("versions", "geometry", "layout", "gpus", "placement", "notation", "timeline", "settings"),
-    ("declared",),
+    ("declared", "commandline", "trainers"),
     ("tracing", "routing", "sources", "memory"),
     ("landing", "planning", "transport"),
     ("linking", "digests"),
     ("verifying",),
+    ("synccalls",),
     ("coordinator",),
     ("control", "engines", "report", "cluster"),
-    ("contents", "rates", "outcomes"),
+    ("rendezvous", "contents", "rates", "outcomes"),
     ("publisher", "receiver", "driver", "metrics", "perfetto"),
     ("membership", "checking"),
     ("sync",),

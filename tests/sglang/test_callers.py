@@ -25,6 +25,7 @@ class Scheduler:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.pulled: list[int] = []
 
     def run_event_loop(self) -> None:
         threading.Event().wait()
@@ -44,7 +45,13 @@ class Scheduler:
             time.sleep(1.0 + 4.0 * self.rank)
         if version == 4:
             raise ValueError("odd")
+        if version >= 10:
+            time.sleep(0.01)
+        self.pulled.append(version)
         return {"bytes": 7}
+
+    def begin_weights(self, version: int, timeout_s: float) -> dict[str, Any]:
+        return {"pulled": [one for one in self.pulled if one >= 10]}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,15 @@ def test_actors_answer_beside_their_event_loop(handles):
     caller = ActorCaller(handles, "the engine")
     assert caller.call("status", {}, deadline=soon()) == [{"rank": 0}, {"rank": 1}]
     assert caller.call("close", {}, deadline=soon()) == [{}, {}]
+
+
+def test_what_one_process_sends_is_executed_in_that_order(handles):
+    # an abort relies on it: whatever was sent before it has been done when it comes
+    caller = ActorCaller(handles, "the engine")
+    sent = [caller.send("pull", {"version": 10 + number, "timeout_s": 1}) for number in range(20)]
+    asked = caller.send("begin", {"version": 0, "timeout_s": 1})
+    assert caller.answers("begin", asked, deadline=soon()) == [{"pulled": list(range(10, 30))}] * 2
+    assert caller.answers("pull", sent[0], deadline=soon()) == [{"bytes": 7}] * 2
 
 
 def test_every_rank_is_heard(handles):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rdt_core.engines import ConnectInfo, EngineClient
-from rdt_core.errors import DeadlineError, EngineError
+from rdt_core.engines import STEPS, ConnectInfo, EngineClient
+from rdt_core.errors import DeadlineError, EngineError, StepError
 from rdt_sglang import SglangHttpEngine, SglangRayEngine
 
 pytestmark = pytest.mark.unit
@@ -311,3 +311,159 @@ def test_a_client_travels_to_another_process(server):
     client = pickle.loads(pickle.dumps(SglangHttpEngine(server.url, pause="in_place", cache="keep")))
     sync(client)
     assert client.version(deadline=soon()) == 7
+
+
+class Server:
+    """Stands for the handle of an `SGLangServer`, for what a client makes of its answers; real ones: test_server.
+
+    Attributes:
+        failing: the step at which a sync fails, if any.
+        torn: what the schedulers say after an abort.
+        said: the engine's stamp.
+    """
+
+    def __init__(self, *, failing: str = "", torn: str | None = None, said: str = "6") -> None:
+        self.failing, self.torn, self.said = failing, torn, said
+        self.asked: list[str] = []
+        self.options: dict[str, Any] = {}
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_") or method == "tokenizer_manager":
+            raise AttributeError(method)
+        return Remote(self, method)
+
+    def answer(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        self.asked.append(f"weights:{args[0]}" if method == "weights" else method)
+        if method == "receive_version":
+            self.options = options
+            self.said = f"receiving {args[0]}"
+            if self.failing:
+                raise StepError("it broke", self.failing)
+            return dict.fromkeys(STEPS, 0.5)
+        if method == "stamp_and_resume":
+            before, self.said = self.said, args[1] if self.said == args[0] else self.said
+            return before, self.said
+        if method == "update_weight_version":
+            self.said = args[0]
+        if method == "flush_cache":
+            return True, ""
+        if method == "weights":
+            return [{"rank": 0, "torn": self.torn}]
+        return self.said if method == "get_weight_version" else None
+
+
+class Remote:
+    def __init__(self, server: Server, method: str) -> None:
+        self.server, self.method = server, method
+
+    def remote(self, *args: Any, **options: Any) -> Any:
+        return self.server, self.method, args, options
+
+
+@pytest.fixture
+def ray_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of `Server` without a cluster."""
+    import ray
+
+    def get(ref: Any, timeout: float) -> Any:
+        server, method, args, options = ref
+        try:
+            return server.answer(method, args, options)
+        except EngineError as cause:
+            raise ray.exceptions.RayTaskError(method, "", cause) from cause
+
+    monkeypatch.setattr(ray, "get", get)
+
+
+def received(server: Any, version: int = 7, **options: Any) -> SglangRayEngine:
+    client = SglangRayEngine(server, name="a", **options)
+    assert client.receive is not None
+    assert client.receive(version, deadline=soon()) == dict.fromkeys(STEPS, 0.5)
+    return client
+
+
+def test_a_server_of_ours_takes_a_sync_in_one_call(ray_get):
+    server = Server()
+    client = received(server)
+    assert {**server.options, "limit_s": None} == {"mode": "retract", "reset_cache": True, "limit_s": None}
+    assert 8 < server.options["limit_s"] < 9.5, "its own error comes first"
+    client.commit(7, deadline=soon())
+    client.resume(deadline=soon())
+    assert server.asked == ["receive_version", "stamp_and_resume"]
+    assert client.version(deadline=soon()) == 7
+    server.asked.clear()
+    client.abort(7, "too late", deadline=soon())
+    assert server.asked == []
+    client.pause(deadline=soon())
+    client.resume(deadline=soon())
+    assert server.asked == ["pause_generation", "continue_generation"]
+
+
+def test_the_policies_travel_with_the_call(ray_get):
+    server = Server()
+    received(server, pause="in_place", cache="keep")
+    assert (server.options["mode"], server.options["reset_cache"]) == ("in_place", False)
+
+
+@pytest.mark.parametrize("said", ["default", "3", "7"])
+def test_one_call_is_stamped_only_if_it_is_the_engine_that_received(ray_get, said):
+    server = Server()
+    client = received(server)
+    server.said = said
+    with pytest.raises(EngineError, match=f"says '{said}' instead of receiving it"):
+        client.commit(7, deadline=soon())
+    assert server.said == said
+    server.asked.clear()
+    client.resume(deadline=soon())
+    assert server.asked == ["continue_generation"], "what did not stamp it did not resume it either"
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("torn", "then"), [(None, "restore_version"), ("half of it", "continue_generation")])
+def test_an_abort_after_one_call_says_who_stamps_what(ray_get, step, torn, then):
+    server = Server(failing=step, torn=torn)
+    client = SglangRayEngine(server, name="a")
+    assert client.receive is not None
+    with pytest.raises(StepError, match=r"^replica 'a': receive_version of the server actor: it broke$") as caught:
+        client.receive(7, deadline=soon())
+    assert caught.value.step == step
+    assert pickle.loads(pickle.dumps(caught.value)).step == step
+    server.asked.clear()
+    client.abort(7, "why", deadline=soon())
+    # the stamp of the engine that took the call is known there; the client may know that of one before it
+    assert server.asked == ["weights:abort", "weights:status", then]
+    client.abort(7, "why", deadline=soon())
+    assert len(server.asked) == 3
+
+
+def test_a_server_of_ours_can_be_driven_step_by_step(ray_get):
+    server = Server()
+    client = received(server)
+    client.commit(7, deadline=soon())
+    client.resume(deadline=soon())
+    server.asked.clear()
+    sync(client, 8)
+    assert server.asked == [
+        "pause_generation", "weights:begin", "update_weight_version", "weights:pull", "weights:finish", "flush_cache",
+        "get_weight_version", "update_weight_version", "get_weight_version", "continue_generation",
+    ]  # fmt: skip
+    client.begin(9, deadline=soon())
+    client.abort(9, "why", deadline=soon())
+    assert server.said == "8", "nothing was pulled: it holds what it held before"
+    assert "restore_version" not in server.asked
+
+
+def test_what_is_no_server_of_ours_is_driven_step_by_step():
+    assert getattr(SglangHttpEngine("http://host:1"), "receive", None) is None
+    assert SglangRayEngine([object()], name="a", control=Server()).receive is None
+
+
+def test_a_client_that_takes_one_call_travels_to_another_process():
+    client = pickle.loads(pickle.dumps(SglangRayEngine(Handle(), name="a")))
+    assert client.receive.__self__ is client
+
+
+class Handle:
+    """What there is to see of a handle that is not called."""
+
+    actors = receive_version = None

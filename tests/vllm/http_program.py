@@ -38,8 +38,8 @@ def sync_program() -> Any:
 def main(folder: Path, address: str) -> dict[str, Any]:
     import ray
 
-    from rdt_core.control import open_coordinator
     from rdt_core.engines import ConnectInfo
+    from rdt_core.rendezvous import open_coordinator
     from rdt_vllm import VllmHttpEngine
 
     program = sync_program()

@@ -33,7 +33,7 @@ def main(kind: str, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     worker = llm.llm_engine.model_executor.driver_worker.worker
     model = worker.model_runner.get_model()
 
-    from rdt_core.testing import check_landing
+    from rdt_core.testing import LandingCase, check_landing
     from rdt_vllm import VllmLanding, layers
 
     results: dict[str, Any] = {"kind": kind}
@@ -102,16 +102,15 @@ def main(kind: str, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     def make(rank: int, ranks: int) -> Any:
         return VllmLanding(model, worker.model_config, worker.device, worker.vllm_config, who=f"test/{rank}")
 
-    results["conformance"] = raised(
-        lambda: check_landing(
-            make,
-            lambda number: list(checkpoints.values())[number - 1],
-            state=lambda landing: {n: p for n, p in model.named_parameters() if p.numel()},
-            load=lambda landing, pairs: worker.model_runner.reload_weights(weights_iterator=pairs),
-            refuses=lambda landing: landing.torn is not None,
-            needed="model.layers.1.self_attn.k_proj.weight",
-        )
+    case = LandingCase(
+        make,
+        lambda number: list(checkpoints.values())[number - 1],
+        state=lambda landing: {n: p for n, p in model.named_parameters() if p.numel()},
+        load=lambda landing, pairs: worker.model_runner.reload_weights(weights_iterator=pairs),
+        refuses=lambda landing: landing.torn is not None,
+        needed="model.layers.1.self_attn.k_proj.weight",
     )
+    results["conformance"] = raised(lambda: check_landing(case))
 
     landing.trace(metas)
     landing.begin()

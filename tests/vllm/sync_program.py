@@ -274,8 +274,8 @@ def failures(run: Run) -> None:
     """Everything that can go wrong in the order of calls; after each of them a whole sync must work again."""
     import ray
 
-    from rdt_core.control import open_coordinator
     from rdt_core.engines import ConnectInfo
+    from rdt_core.rendezvous import open_coordinator
     from rdt_vllm import VllmRayEngine
 
     client, results, sync, server = run.client, run.results, run.sync, run.server

@@ -354,9 +354,9 @@ def test_an_engine_that_was_not_stamped_by_this_call_is_resumed_by_its_own(answe
 @pytest.mark.parametrize(
     ("step", "calls"),
     [
-        ("pause", []),
+        ("pause", ["update_weights", "finish_weight_update", "get_weight_version"]),
         ("begin", ["update_weights", "finish_weight_update", "get_weight_version"]),
-        ("pull", ["update_weights", "finish_weight_update"]),
+        ("pull", ["start_weight_update", "update_weights", "finish_weight_update"]),
         ("finish", ["start_weight_update", "update_weights", "finish_weight_update"]),
     ],
 )

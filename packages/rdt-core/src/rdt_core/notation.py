@@ -15,7 +15,7 @@ from .errors import RdtError
 #: settings of each trainer and engine, with the values that they have when left out
 TRAINERS: dict[str, dict[str, int]] = {
     "fsdp": {"ranks": 2, "replicas": 1, "apart": 0},
-    "megatron": {"ranks": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "vpp": 1, "first": 0, "last": 0},
+    "megatron": {"ranks": 1, "tp": 1, "pp": 1, "ep": 1, "etp": 1, "cp": 1, "vpp": 1, "first": 0, "last": 0},
 }
 _DIGITS = 9
 _ENGINE = {"tp": 1, "ep": 1, "pp": 1, "replicas": 1}

@@ -1,7 +1,8 @@
 """What a sync did, for people and for machines: a log line, a table, JSON, a picture.
 
 Everything is computed from `wire.SyncReport`; nothing is measured here. Bytes are bytes, GB is 1e9 bytes, seconds are
-wall-clock. A rate is bytes over the time in which the link had bytes in flight.
+wall-clock. A rate is bytes over the time in which the link had bytes in flight. The line itself, and how sizes and rates are
+written, is `logline`.
 """
 
 from __future__ import annotations
@@ -21,30 +22,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import RdtError
+from .logline import LEAST_BYTES as LEAST_BYTES
+from .logline import counted as counted
+from .logline import link_name as link_name
+from .logline import log_line as log_line
+from .logline import one_line as one_line
+from .logline import rate as rate
+from .logline import size as size
+from .logline import slow_links as slow_links
+from .logline import slowest as slowest
 from .notation import OptionError
 from .wire import CheckReport, LinkReport, SyncReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table
-
-#: links that moved less in a sync are not called slow: their time is latency, not rate
-LEAST_BYTES = 64 << 20
-#: how many times faster the best link of a kind and path may be before another one is called slow
-SPREAD = 10
-_SHOWN = 3
-
-
-def rate(nbytes: int, seconds: float) -> float:
-    """Returns GB/s; infinite where no time was measured, 0 where nothing moved."""
-    if nbytes == 0:
-        return 0.0
-    return nbytes / 1e9 / seconds if seconds > 0 else math.inf
-
-
-def slowest(report: SyncReport) -> LinkReport | None:
-    """Returns the link that had bytes in flight for the longest time, or None where there is no link."""
-    return max(report.links, key=lambda link: link.seconds, default=None)
 
 
 def by_kind(report: SyncReport) -> dict[str, LinkReport]:
@@ -60,28 +52,6 @@ def by_kind(report: SyncReport) -> dict[str, LinkReport]:
     }
 
 
-def slow_links(report: SyncReport, least_bytes: int = LEAST_BYTES) -> list[str]:
-    """Names the slow links, each with its rate and its floor, the slowest first.
-
-    Slow is a link that its reader found below its floor, or one at less than a tenth of the best link of its kind and path.
-    Its rate is that of the time which the reader waited for it.
-
-    Args:
-        report: of one sync.
-        least_bytes: links that moved less are not compared with others.
-    """
-    best: dict[tuple[str, str], float] = {}
-    large = [link for link in report.links if link.bytes >= least_bytes and link.seconds > 0]
-    for link in large:
-        place = link.kind, link.path
-        best[place] = max(best.get(place, 0.0), rate(link.bytes, link.seconds))
-    floors = [(link, link.floor) for link in report.links if link.floor]
-    floors += [(link, best[link.kind, link.path] / SPREAD) for link in large if not link.floor]
-    found = [(rate(link.bytes, link.waited), floor, link) for link, floor in floors if link.waited > 0]
-    slow = sorted((one for one in found if one[0] < one[1]), key=lambda one: one[0])
-    return [f"{link_name(link)} {gbps:.2g} GB/s, floor {floor:.2g}" for gbps, floor, link in slow]
-
-
 def packing(report: SyncReport) -> list[str]:
     """Says which pieces are packed at their owners, on how many links, and whether that was set, measured or a default."""
     count: Counter[tuple[str, int, str]] = Counter()
@@ -93,21 +63,6 @@ def packing(report: SyncReport) -> list[str]:
         f"rows below {nbytes / 1024:g} KiB on {links} {kind} link{'s' if links > 1 else ''} ({how})"
         for (kind, nbytes, how), links in sorted(count.items())
     ]
-
-
-def log_line(report: SyncReport) -> str:
-    """Returns the sync in one line: version, seconds, bytes, rate, mode, phases in ms, the slowest link, and what went wrong.
-
-    Wrong are replicas that were left out, each with the reason, and links that are too slow.
-    """
-    link = slowest(report)
-    verified = "" if report.verify == "off" else f", verified ({report.verify})"
-    tail = "no link" if link is None else f"slowest link {link_name(link)} {_gbps(link)} GB/s in {link.seconds:.3f} s"
-    return (
-        f"version {report.version} of {report.group!r}: {report.bytes / 1e9:.3f} GB to {len(report.readers)} engine "
-        f"ranks in {report.seconds:.3f} s ({rate(report.bytes, report.seconds):.2f} GB/s), mode {report.mode}{verified}, "
-        f"{_phases(report)}{tail}{_told(slow_links(report))}{_left_out(report)}"
-    )
 
 
 def to_dict(report: SyncReport) -> dict[str, Any]:
@@ -137,7 +92,7 @@ def table(reports: Iterable[SyncReport]) -> Table:
     result = Table(title="syncs")
     slow = [slow_links(report) for report in reports]
     last = ("links", "slow") if any(slow) else ("links",)
-    for heading in ("version", "mode", "ms", *(f"{name} ms" for name in phases), "MB", "GB/s", *last):
+    for heading in ("version", "mode", "ms", *(f"{name} ms" for name in phases), "bytes", "GB/s", *last):
         result.add_column(heading, justify="left" if heading in ("mode", *last) else "right")
     for report, told in zip(reports, slow, strict=True):
         kinds = ", ".join(f"{kind} {_gbps(total)} GB/s" for kind, total in sorted(by_kind(report).items()))
@@ -146,7 +101,7 @@ def table(reports: Iterable[SyncReport]) -> Table:
             report.mode,
             f"{report.seconds * 1e3:.1f}",
             *(f"{report.phases[name] * 1e3:.1f}" if name in report.phases else "" for name in phases),
-            f"{report.bytes / 1e6:.1f}",
+            size(report.bytes),
             f"{rate(report.bytes, report.seconds):.2f}",
             kinds,
             *(["; ".join(told)] if any(slow) else []),
@@ -167,11 +122,11 @@ def sync_table(report: SyncReport, most: int = 8) -> Table:
         title=f"version {report.version} of {report.group!r}, mode {report.mode} ({report.mode_reason})",
         title_justify="left",
     )
-    for heading in ("who", "what", "ms", "MB", "GB/s"):
+    for heading in ("who", "what", "ms", "bytes", "GB/s"):
         result.add_column(heading, justify="left" if heading in ("who", "what") else "right", overflow="fold")
 
     def add(who: str, what: str, seconds: float, nbytes: int | None = None) -> None:
-        moved = ("", "") if nbytes is None else (f"{nbytes / 1e6:.1f}", f"{rate(nbytes, seconds):.2f}")
+        moved = ("", "") if nbytes is None else (size(nbytes), f"{rate(nbytes, seconds):.2f}")
         result.add_row(who, what, f"{seconds * 1e3:.1f}", *moved)
 
     add("sync", "", report.seconds, report.bytes)
@@ -213,14 +168,12 @@ def check_table(report: CheckReport, *, all_rows: bool = False) -> Table:
     from rich.table import Table
 
     result = Table(title=f"{report.group} against {', '.join(report.replicas) or 'no replica'}")
-    for heading in ("tensor", "replica", "state", "MB compared", "where"):
-        result.add_column(heading, justify="right" if heading == "MB compared" else "left", overflow="fold")
+    for heading in ("tensor", "replica", "state", "bytes compared", "where"):
+        result.add_column(heading, justify="right" if heading == "bytes compared" else "left", overflow="fold")
     for tensor in report.tensors:
         if all_rows or tensor.state != "equal":
             style = "bold red" if tensor.state == "differs" else ""
-            result.add_row(
-                tensor.name, tensor.replica, tensor.state, f"{tensor.bytes / 1e6:.3f}", tensor.detail, style=style
-            )
+            result.add_row(tensor.name, tensor.replica, tensor.state, size(tensor.bytes), tensor.detail, style=style)
     return result
 
 
@@ -229,7 +182,7 @@ def check_summary(report: CheckReport) -> str:
     count = Counter(tensor.state for tensor in report.tensors)
     told = ", ".join(f"{count[state]} {state}" for state in ("equal", "differs", "not comparable", "not taken"))
     return (
-        f"{told}; {report.bytes / 1e9:.3f} GB compared in {report.seconds:.2f} s ({rate(report.bytes, report.seconds):.2f} "
+        f"{told}; {size(report.bytes)} compared in {report.seconds:.2f} s ({rate(report.bytes, report.seconds):.2f} "
         f"GB/s)"
     )
 
@@ -360,33 +313,6 @@ def plot(path: str | os.PathLike[str], steps: Sequence[Mapping[str, Any]]) -> No
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
     save_figure(path, figure)
-
-
-def link_name(link: LinkReport) -> str:
-    """Returns the two ends of a link and its kind."""
-    return f"{link.source} -> {link.reader} ({link.kind})"
-
-
-def one_line(text: str, most: int = 240) -> str:
-    """Returns a message, which may have several lines and be long, in one line of at most so many characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
-
-
-def _phases(report: SyncReport) -> str:
-    shown = [f"{name} {1e3 * seconds:.0f}" for name, seconds in report.phases.items() if name != "total"]
-    return f"{', '.join(shown)} ms, " if shown else ""
-
-
-def _left_out(report: SyncReport) -> str:
-    return "".join(f", left out {name!r}: {one_line(why)}" for name, why in report.failed.items())
-
-
-def _told(slow: Sequence[str]) -> str:
-    if not slow:
-        return ""
-    more = f"; and {len(slow) - _SHOWN} more" if len(slow) > _SHOWN else ""
-    return f", slow: {'; '.join(slow[:_SHOWN])}{more}"
 
 
 def _gbps(link: LinkReport) -> str:

@@ -6,20 +6,19 @@ that no sync waits for. It refuses to guess: without a cluster or without the gr
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import sys
 import threading
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
-from .control import DEFAULT_NAMESPACE, RayControl, probe
+from .commandline import command, console
+from .control import RayControl
 from .errors import CoordinatorLostError, MembershipError, RdtError
+from .logline import one_line
 from .rayauth import way_out
-from .report import one_line
-from .signals import terminable
+from .rendezvous import DEFAULT_NAMESPACE, PREFIX, probe
 from .wire import GroupStatus
 
 EPILOG = (
@@ -29,7 +28,6 @@ EPILOG = (
     "rdt status --json | jq '.groups[0].last'"
 )
 
-_PREFIX = "rdt."
 _WIDTH = 180
 
 
@@ -51,17 +49,12 @@ def status(
     Asks only the coordinators, and disturbs no sync. Without a terminal --watch prints one look. Exit status 1 says that
     there is no cluster, no such group, or that a coordinator does not answer.
     """
-    target = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), terminable():
-        try:
-            connect(address)
-            if watch and not json and target.isatty():
-                _watch(target, group, namespace, interval_s, timeout_s)
-            else:
-                _once(target, look(group, namespace, timeout_s), json)
-        except RdtError as error:
-            typer.echo(f"rdt status failed: {type(error).__name__}: {error}", err=True)
-            raise typer.Exit(1) from error
+    with command("status") as target:
+        connect(address)
+        if watch and not json and target.isatty():
+            _watch(target, group, namespace, interval_s, timeout_s)
+        else:
+            _once(target, look(group, namespace, timeout_s), json)
 
 
 def connect(address: str) -> None:
@@ -102,9 +95,9 @@ def look(group: str, namespace: str, timeout_s: float) -> list[GroupStatus]:
     import ray
 
     found = sorted(
-        (actor["name"].removeprefix(_PREFIX), actor["namespace"])
+        (actor["name"].removeprefix(PREFIX), actor["namespace"])
         for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["name"].startswith(_PREFIX)
+        if actor["name"].startswith(PREFIX)
     )
     names = [name for name, where in found if where == namespace and group in ("", name)]
     if group and not names:
@@ -120,7 +113,7 @@ def _ask(name: str, namespace: str, timeout_s: float) -> GroupStatus:
     import ray
 
     try:
-        handle = ray.get_actor(f"{_PREFIX}{name}", namespace)
+        handle = ray.get_actor(f"{PREFIX}{name}", namespace)
     except ValueError as error:
         raise CoordinatorLostError(f"the coordinator of group {name!r} has just ended") from error
     return RayControl(name, handle).status(timeout_s)
@@ -132,9 +125,7 @@ def _empty() -> str:
     return f"there is no group in the cluster at {ray.get_runtime_context().gcs_address}"
 
 
-def _once(target: Any, groups: list[GroupStatus], json: bool) -> None:
-    from rich.console import Console
-
+def _once(target: TextIO, groups: list[GroupStatus], json: bool) -> None:
     if json:
         import msgspec
 
@@ -142,15 +133,15 @@ def _once(target: Any, groups: list[GroupStatus], json: bool) -> None:
     else:
         from .statusview import view
 
-        console = Console(file=target, width=None if target.isatty() else _WIDTH)
+        out = console(target, _WIDTH)
         for one in groups:
-            console.print(view(one))
+            out.print(view(one))
         if not groups:
-            console.print(_empty())
+            out.print(_empty())
     target.flush()
 
 
-def _watch(target: Any, group: str, namespace: str, interval_s: float, timeout_s: float) -> None:
+def _watch(target: TextIO, group: str, namespace: str, interval_s: float, timeout_s: float) -> None:
     """Shows the groups until this process is interrupted; what cannot be found for now is said in their place."""
     from rich.console import Console, Group
     from rich.live import Live

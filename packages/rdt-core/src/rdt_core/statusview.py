@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from .report import link_name, one_line, rate
+from .logline import counted, link_name, one_line, rate, size
 from .wire import GroupStatus, LastSync, ReplicaStatus
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def view(status: GroupStatus) -> Group:
 def head(status: GroupStatus) -> Iterator[tuple[str, str]]:
     """Yields lines about the group as a whole, each with its style."""
     version = "no version yet" if status.version is None else f"version {status.version}"
-    counted = f"{len(status.sources)} of {status.world_size} source ranks, {len(status.replicas)} replicas"
-    yield f"group {status.group!r}: {version}, epoch {status.epoch}, {counted}", "bold"
+    there = f"{len(status.sources)} of {counted(status.world_size, 'source rank')}, {counted(len(status.replicas), 'replica')}"
+    yield f"group {status.group!r}: {version}, epoch {status.epoch}, {there}", "bold"
     if status.sync is not None:
         what = f"sync {status.sync} of version {status.sync_version} for {status.sync_s:.1f} s"
         yield f"running: {what}, waits for {status.waits_for}", "cyan"
@@ -65,7 +65,7 @@ def last_line(last: LastSync) -> str:
     )
     left_out = f"; left out {', '.join(map(repr, sorted(last.failed)))}" if last.failed else ""
     return (
-        f"{when}: {last.bytes / 1e9:.3f} GB in {last.seconds:.3f} s ({rate(last.bytes, last.seconds):.2f} GB/s), mode "
+        f"{when}: {size(last.bytes)} in {last.seconds:.3f} s ({rate(last.bytes, last.seconds):.2f} GB/s), mode "
         f"{last.mode}, {slowest}{left_out}"
     )
 
@@ -83,7 +83,7 @@ def members(status: GroupStatus) -> Table:
         result.add_row(Text(name), Text(state, style=_STYLES.get(state, "")), *map(Text, cells))
 
     for source in status.sources:
-        what = f"mode {source.mode}" + (f", {source.rounds} rounds" if source.rounds > 1 else "")
+        what = f"mode {source.mode}" + (f", {counted(source.rounds, 'round')}" if source.rounds > 1 else "")
         times = ago(source.since_s), ago(source.heard_s)
         add(f"source rank {source.rank}", "joined", "", source.hostname, str(source.pid), what, *times)
     for rank in status.missing:
@@ -110,7 +110,7 @@ def _add_replica(add: Callable[..., None], replica: ReplicaStatus, why: str) -> 
             add(name, "absent", "", "", "", "has not connected", "", "")
             continue
         state = "receiving" if replica.state == "updating" else "connected"
-        what = f"{reader.engine}, {reader.nbytes / 1e9:.3f} GB a sync from {reader.requested} ranks"
+        what = f"{reader.engine}, {size(reader.nbytes)} a sync from {counted(reader.requested, 'rank')}"
         if reader.offered < reader.requested:
             what += f", {reader.offered} of them have answered"
         times = ago(reader.since_s), ago(reader.heard_s)
@@ -121,7 +121,7 @@ def ago(seconds: float) -> str:
     """Returns a time span in the unit that suits it: "0.4 s", "12 s", "5 min", "3 h", "2 d"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
+    for unit, length, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
         if seconds < most:
-            return f"{seconds / size:.0f} {unit}"
+            return f"{seconds / length:.0f} {unit}"
     return f"{seconds / 86_400:.0f} d"

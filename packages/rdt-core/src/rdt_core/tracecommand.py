@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .errors import RdtError
+from .commandline import command
 
 EPILOG = "[bold]Examples[/bold]\n\nrdt trace syncs.jsonl trace.json\n\nrdt trace syncs.jsonl trace.json --last 3"
 
@@ -26,10 +26,7 @@ def trace(
     from .outcomes import read_outcomes
     from .perfetto import write_trace
 
-    try:
+    with command("trace") as target:
         outcomes = [one for one in read_outcomes(reports) if group in ("", one.group)]
         events = write_trace(out, outcomes[-last:])
-    except RdtError as error:
-        typer.echo(f"rdt trace failed: {type(error).__name__}: {error}", err=True)
-        raise typer.Exit(1) from error
-    typer.echo(f"{len(outcomes[-last:])} syncs, {events} events: {out}; open it in https://ui.perfetto.dev")
+        target.write(f"{len(outcomes[-last:])} syncs, {events} events: {out}; open it in https://ui.perfetto.dev\n")

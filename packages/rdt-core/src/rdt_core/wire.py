@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 
 from .errors import WireError
+from .logline import log_line
 
 WIRE_MAJOR = 1
 WIRE_MINOR = 0
@@ -249,7 +250,7 @@ class ReaderReport(Struct, frozen=True):
 
 
 class SyncReport(Struct, frozen=True):
-    """What a sync did, the same on every source rank."""
+    """What a sync did, the same on every source rank. Prints itself as one line; everything is in its fields and `to_json`."""
 
     group: str
     version: int
@@ -263,6 +264,12 @@ class SyncReport(Struct, frozen=True):
     failed: dict[str, str] = {}  # replicas that were dropped from the sync, and why (policy "best_effort")
     verify: str = "off"  # how much was compared by digests before the commit: "off", "sample" or "full"
     timelines: tuple[Timeline, ...] = ()  # of source ranks but the driver, which alone is told when everybody did what
+
+    def __str__(self) -> str:
+        return log_line(self)
+
+    def __repr__(self) -> str:
+        return f"<SyncReport: {log_line(self)}>"
 
     def without_links(self) -> SyncReport:
         """The same report, in which no reader names its links."""

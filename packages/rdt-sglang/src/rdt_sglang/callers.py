@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rdt_core.errors import DeadlineError, EngineError, RdtError
 
-from .protocol import RPC_METHOD, WEIGHTS_GROUP, check_call
+from .protocol import CALLS, RPC_METHOD, WEIGHTS_GROUP, check_call
 
 #: longest time between two looks at a socket, in seconds
 _TICK_S = 1.0
@@ -57,13 +57,25 @@ class ActorCaller:
 
     def call(self, name: str, arguments: Mapping[str, Any], *, deadline: float) -> list[dict[str, Any]]:
         """See `Caller.call`."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+        return self.answers(name, self.send(name, arguments), deadline=deadline)
 
+    def send(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Sends a call to all schedulers and does not wait; each executes what one process sends in the order of sending.
+
+        Args:
+            name: see `Caller.call`.
+            arguments: see there.
+
+        Returns:
+            What `answers` waits for.
+
+        Raises:
+            EngineError: they have no such method.
+        """
         method, checked = check_call(name, arguments)
         # a process without SGLang knows the names of the methods, and not their group
         try:
-            refs = [
+            return [
                 getattr(handle, method).options(concurrency_group=WEIGHTS_GROUP).remote(**checked)
                 for handle in self.handles
             ]
@@ -72,6 +84,19 @@ class ActorCaller:
                 f"the scheduler actors of {self.who} have no {method}: rdt-sglang is not installed where they run, or "
                 "SGLANG_PLUGINS leaves out the plugin rdt"
             ) from error
+
+    def answers(self, name: str, refs: Sequence[Any], *, deadline: float) -> list[dict[str, Any]]:
+        """Returns and raises what `Caller.call` does, for a call that was sent.
+
+        Args:
+            name: of the call.
+            refs: of `send`.
+            deadline: see `Caller.call`.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        method, _ = CALLS[name]
         answers: list[dict[str, Any]] = []
         failures: list[str] = []
         first: BaseException | None = None

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from rdt_core.engines import CachePolicy, ConnectInfo
-from rdt_core.errors import DeadlineError, EngineError
+from rdt_core.engines import STEPS, CachePolicy, ConnectInfo, Receive
+from rdt_core.errors import DeadlineError, EngineError, StepError
 from rdt_core.web import StatusError, Web
 
 from .callers import ActorCaller, Caller, RpcCaller
@@ -113,17 +113,24 @@ class _SglangEngine(ABC):
 
     def commit(self, version: int, *, deadline: float) -> None:
         """See `EngineClient.commit`. The engine must be the one that received the version, and say it afterwards."""
-        found = self._stamped(deadline)
-        if found != f"{RECEIVING}{version}":
+        receiving = f"{RECEIVING}{version}"
+        found, now = self._restamp(receiving, str(version), deadline)
+        if found != receiving:
             raise EngineError(
                 f"replica {self.name!r} is not stamped with version {version}: it says {found!r} instead of receiving it. It was "
                 "started again, or another driver uses it; it has to be connected again"
             )
-        self._say(lambda control: control.stamp(str(version), deadline=deadline))
+        if now != str(version):
+            raise EngineError(f"replica {self.name!r} was given version {version} and says that it serves {now!r}")
+        self._open, self._before = False, now
+
+    def _restamp(self, expected: str, version: str, deadline: float) -> tuple[str, str]:
+        """Stamps the engine if it says `expected`; returns what it says before and after."""
         found = self._stamped(deadline)
-        if found != str(version):
-            raise EngineError(f"replica {self.name!r} was given version {version} and says that it serves {found!r}")
-        self._open, self._before = False, found
+        if found != expected:
+            return found, found
+        self._say(lambda control: control.stamp(version, deadline=deadline))
+        return found, self._stamped(deadline)
 
     def abort(self, version: int, reason: str, *, deadline: float) -> None:
         """See `EngineClient.abort`. A torn replica answers new requests with an error from here on.
@@ -137,13 +144,17 @@ class _SglangEngine(ABC):
         self._open = False
         torn = any(one.get("torn") for one in self.status(deadline=deadline))
         before, self._before = self._before, None
-        if not torn and before is not None and self._stamped(deadline) == f"{RECEIVING}{version}":
-            # no byte moved, and the engine is the same: it holds what it held before
-            self._say(lambda control: control.stamp(before, deadline=deadline))
+        if not torn:  # no byte moved
+            self._restore(version, before, deadline)
         if torn:
             # torn schedulers stay paused whatever they are told (`guard.around_continue`); but SGLang's tokenizer would
             # hold every new request, which they refuse at once, until somebody resumes it
             self.resume(deadline=deadline)
+
+    def _restore(self, version: int, before: str | None, deadline: float) -> None:
+        """Stamps the engine with what it said before this sync, if it is the same one: it holds what it held then."""
+        if before is not None and self._stamped(deadline) == f"{RECEIVING}{version}":
+            self._say(lambda control: control.stamp(before, deadline=deadline))
 
     def resume(self, *, deadline: float) -> None:
         """See `EngineClient.resume`."""
@@ -186,8 +197,10 @@ class _SglangEngine(ABC):
             raise self._named(error) from error
 
     def _named(self, error: EngineError | DeadlineError) -> EngineError | DeadlineError:
-        kind = DeadlineError if isinstance(error, DeadlineError) else EngineError
-        return kind(f"replica {self.name!r}: {error}")
+        told = f"replica {self.name!r}: {error}"
+        if isinstance(error, StepError):
+            return StepError(told, error.step)
+        return DeadlineError(told) if isinstance(error, DeadlineError) else EngineError(told)
 
 
 class SglangRayEngine(_SglangEngine):
@@ -243,12 +256,60 @@ class SglangRayEngine(_SglangEngine):
             raise EngineError(
                 f"replica {name!r}: {target!r} is no handle of an SGLangServer, no list of scheduler actors and no engine"
             )
+        whole = self._reached is self._controlled and hasattr(target, "receive_version")
+        #: an `SGLangServer` takes a sync in one call; everything else is driven step by step
+        self.receive: Receive | None = self._receive if whole else None
+        self._in_one_call = False  # the sync that runs, or ran last
+        self._is_resumed = False  # by the call that stamped it
 
     def _caller(self) -> Caller:
         return self._reached
 
     def _control(self) -> Control:
         return self._controlled
+
+    def _ask(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> Any:
+        found: list[Any] = []
+        self._say(lambda control: found.append(control.ask(method, *args, deadline=deadline, **kwargs)))
+        return found[0]
+
+    def _receive(self, version: int, *, deadline: float) -> Mapping[str, float]:
+        # what the engine says now is kept where it runs, in case that no byte moves
+        self._open, self._in_one_call, self._is_resumed, self._before = True, True, False, None
+        seconds: Mapping[str, float] = self._ask(
+            "receive_version", version, mode=self.pause_mode, reset_cache=self.cache == "reset",
+            limit_s=remaining(deadline, PASSING_S), deadline=deadline,
+        )  # fmt: skip
+        return {step: seconds[step] for step in STEPS}
+
+    def begin(self, version: int, *, deadline: float) -> None:
+        """See `EngineClient.begin`."""
+        self._in_one_call = False
+        super().begin(version, deadline=deadline)
+
+    def _restamp(self, expected: str, version: str, deadline: float) -> tuple[str, str]:
+        if not self._in_one_call:
+            return super()._restamp(expected, version, deadline)
+        before, after = self._ask("stamp_and_resume", expected, version, deadline=deadline)
+        self._is_resumed = before == expected and after == version
+        return before, after
+
+    def _restore(self, version: int, before: str | None, deadline: float) -> None:
+        if self._in_one_call:
+            self._ask("restore_version", version, deadline=deadline)
+        else:
+            super()._restore(version, before, deadline)
+
+    def pause(self, *, deadline: float) -> None:
+        """See `EngineClient.pause`."""
+        self._is_resumed = False
+        super().pause(deadline=deadline)
+
+    def resume(self, *, deadline: float) -> None:
+        """See `EngineClient.resume`."""
+        resumed, self._is_resumed = self._is_resumed, False
+        if not resumed:
+            super().resume(deadline=deadline)
 
 
 class SglangHttpEngine(_SglangEngine):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
-from rdt_core.errors import DeadlineError, EngineError, RdtError
+from rdt_core.errors import DeadlineError, EngineError, RdtError, StepError
 from rdt_core.web import StatusError, Web
 
 #: seconds that who passes a call on gets less than its caller, so that its error comes first
@@ -70,7 +70,7 @@ class WebControl:
         try:
             self._web.post("flush_cache", deadline=deadline)
         except StatusError as error:
-            raise EngineError(_not_flushed(error.body)) from error
+            raise EngineError(not_flushed(error.body)) from error
 
     def stamp(self, version: str, *, deadline: float) -> None:
         """See `Control.stamp`."""
@@ -115,7 +115,7 @@ class ActorControl:
         """See `Control.flush`."""
         success, told = self.ask("flush_cache", deadline=deadline)
         if not success:
-            raise EngineError(_not_flushed(told))
+            raise EngineError(not_flushed(told))
 
     def stamp(self, version: str, *, deadline: float) -> None:
         """See `Control.stamp`."""
@@ -137,13 +137,14 @@ class ActorControl:
         """See `callers.Caller.call`. The server passes it on: a handle of a scheduler would make this process import SGLang."""
         return list(self.ask("weights", name, dict(arguments), remaining(deadline, PASSING_S), deadline=deadline))
 
-    def ask(self, method: str, *args: Any, deadline: float) -> Any:
+    def ask(self, method: str, *args: Any, deadline: float, **kwargs: Any) -> Any:
         """Calls a method of the server actor."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
         try:
-            return ray.get(getattr(self.handle, method).remote(*args), timeout=max(deadline - time.monotonic(), 0.0))
+            asked = getattr(self.handle, method).remote(*args, **kwargs)
+            return ray.get(asked, timeout=max(deadline - time.monotonic(), 0.0))
         except AttributeError as error:
             raise EngineError(f"the actor has no method {method}; expected an SGLangServer") from error
         except GetTimeoutError as error:
@@ -152,6 +153,8 @@ class ActorControl:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             kind = DeadlineError if isinstance(cause, DeadlineError) else EngineError
             told = str(cause) if isinstance(cause, RdtError) else f"{type(cause).__name__}: {cause}"
+            if isinstance(cause, StepError):
+                raise StepError(f"{method} of the server actor: {told}", cause.step) from error
             raise kind(f"{method} of the server actor: {told}") from error
         except RayActorError as error:
             raise EngineError(f"the server actor died: {error}") from error
@@ -177,7 +180,7 @@ class EngineControl:
         """See `Control.flush`."""
         answer = self._run(self._manager.flush_cache(), "flush_cache", deadline)
         if not answer.success:
-            raise EngineError(_not_flushed(answer.message))
+            raise EngineError(not_flushed(answer.message))
 
     def stamp(self, version: str, *, deadline: float) -> None:
         """See `Control.stamp`."""
@@ -249,7 +252,12 @@ def check_settings(settings: dict[str, Any], who: str) -> int:
     return int(settings.get("tp_size") or 0) * int(settings.get("pp_size") or 1)
 
 
-def _not_flushed(told: str | None) -> str:
+def not_flushed(told: str | None) -> str:
+    """Returns what there is to say of a cache that SGLang did not drop.
+
+    Args:
+        told: SGLang's own words, if any.
+    """
     return (
         f"SGLang did not drop its prefix cache: {(told or 'it gave no reason').strip()}. It never does while requests hold "
         "keys and values: use pause='retract', or cache='keep' to go on with those of the old weights"

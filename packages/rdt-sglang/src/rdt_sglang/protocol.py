@@ -21,6 +21,8 @@ CALLS: dict[str, tuple[str, dict[str, type | tuple[type, ...]]]] = {
     "status": ("weights_status", {}),
     "close": ("release_weights", {}),
 }
+#: those of them that begin or end a sync, or a step of it
+STEPPING = frozenset({"begin", "pull", "finish", "abort", "close"})
 #: concurrency group of those methods; SGLang's event loop never leaves the default one
 WEIGHTS_GROUP = "weights"
 #: method of SGLang's RPC that carries a call to plain scheduler processes

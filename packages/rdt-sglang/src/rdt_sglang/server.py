@@ -22,6 +22,8 @@ from rdt_core.servers import Generation, end
 from .callers import ActorCaller
 from .controls import settings_of
 from .hosting import HostedEngine
+from .protocol import STEPPING
+from .receiving import OneCall
 from .versions import check_sglang
 
 __all__ = ["Generation", "SGLangServer", "end", "environment", "launch"]
@@ -69,6 +71,7 @@ class SGLangServer:
         self._engine = HostedEngine(
             model, placement_group=placement_group, timeout_s=timeout_s, server_args=server_args
         )
+        self._syncs = OneCall(self, self._tell, self._engine.check)
 
     # what a trainer needs
 
@@ -128,6 +131,38 @@ class SGLangServer:
 
     # what a sync needs
 
+    async def receive_version(self, version: int, *, mode: str, reset_cache: bool, limit_s: float) -> dict[str, float]:
+        """A sync from the pause to the last post-load step in one call, in SGLang's own calls; the version is not stamped.
+
+        Args:
+            version: that the trainer publishes now.
+            mode: see `pause_generation`.
+            reset_cache: whether the prefix cache is dropped, beside the last step.
+            limit_s: deadline of all steps together, in seconds.
+
+        Returns:
+            Seconds of each step. The engine is stamped as receiving the version, and paused.
+
+        Raises:
+            StepError: a step failed, or was not done in time; names the first one. Steps after it were not sent. So does a
+                later call that ends this sync: nothing is sent after an abort, a resumption, or another sync.
+            EngineError: the engine is dead; says why.
+        """
+        return await self._syncs.receive(version, mode=mode, reset_cache=reset_cache, limit_s=limit_s)
+
+    async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
+        """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
+        return await self._syncs.stamp_and_resume(expected, version)
+
+    async def restore_version(self, version: int) -> bool:
+        """Stamps the engine with what it said before `receive_version(version)`, of which no byte was written.
+
+        Returns:
+            Whether it was that sync's stamp that was taken back: not if the last sync was another one, or anybody has stamped
+            the engine since.
+        """
+        return await self._syncs.restore(version)
+
     async def pause_generation(self, mode: str = "retract") -> None:
         """SGLang's own; it is not acknowledged by the schedulers."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -140,6 +175,7 @@ class SGLangServer:
         """SGLang's own."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
+        self._syncs.ended()
         await self._engine.run(self._engine.manager.continue_generation(ContinueGenerationReqInput()))
 
     async def flush_cache(self) -> tuple[bool, str]:
@@ -167,6 +203,7 @@ class SGLangServer:
         """
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
+        self._syncs.ended()
         success, told, _ = await self._engine.run(
             self._engine.manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=model_path))
         )
@@ -181,14 +218,22 @@ class SGLangServer:
             arguments: by name.
             timeout_s: seconds within which all schedulers must have answered.
         """
+        if call in STEPPING:
+            self._syncs.ended()
         self._engine.check()
-        caller = ActorCaller(self._engine.handles, "the engine")
-        work = functools.partial(caller.call, call, arguments, deadline=time.monotonic() + timeout_s)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await self._tell(call, arguments, timeout_s)
         except EngineError:
             self._engine.check()  # who died first says more than those that were ended after it
             raise
+
+    def _tell(self, call: str, arguments: Mapping[str, Any], timeout_s: float) -> asyncio.Future[list[dict[str, Any]]]:
+        deadline = time.monotonic() + timeout_s
+        caller = ActorCaller(self._engine.handles, "the engine")
+        # sent here and now, so that what is asked later comes later; only the answers are waited for in a thread
+        refs = caller.send(call, arguments)
+        answers = functools.partial(caller.answers, call, refs, deadline=deadline)
+        return asyncio.get_running_loop().run_in_executor(self._pool, answers)
 
     async def shutdown(self) -> None:
         """Ends every process of the engine, and removes what it leaves in the file system. Idempotent."""

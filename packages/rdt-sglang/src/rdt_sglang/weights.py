@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import torch
 
-from rdt_core.control import ensure_ray, open_coordinator
 from rdt_core.engines import ConnectInfo
 from rdt_core.errors import DeadlineError, EngineError, SyncError, WireError
 from rdt_core.memory import settle
 from rdt_core.rates import check_slow_links
 from rdt_core.receiver import Receiver
+from rdt_core.rendezvous import ensure_ray, open_coordinator
 from rdt_core.wire import EngineManifest
 
 from .checks import Configuration, check, check_quantised_layout

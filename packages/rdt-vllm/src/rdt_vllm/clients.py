@@ -311,7 +311,8 @@ class VllmRayEngine(_VllmEngine):
         finally:
             # what `abort` has to know, as after the single calls
             reached = len(STEPS) if failed is None else STEPS.index(failed)
-            self._open, self._finishing = 0 < reached < len(STEPS), reached == len(STEPS) - 1
+            # the update is opened while the engine pauses; what it is to do after the pull was sent with that
+            self._open, self._finishing = failed is not None, failed in STEPS[2:]
             if reached >= STEPS.index("pull"):
                 self._uncommitted, self._before = version, None
         return seconds

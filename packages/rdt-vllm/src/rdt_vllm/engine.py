@@ -22,10 +22,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rdt_core.control import ensure_ray, open_coordinator
 from rdt_core.errors import EngineError, SyncError
 from rdt_core.rates import check_slow_links
 from rdt_core.receiver import DEFAULT_KINDS, Receiver
+from rdt_core.rendezvous import ensure_ray, open_coordinator
 
 from .landing import VllmLanding
 from .protocol import ABORTED, LEFT_OPEN, OPEN_ON_ALL, OPEN_ON_LAST, OPEN_ON_OTHERS

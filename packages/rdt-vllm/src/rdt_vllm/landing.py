@@ -201,7 +201,8 @@ class VllmLanding:
                 self._padded.add(key)
             self._destinations[key] = Destination(key=key, module=form.module, in_place=in_place, nbytes=form.nbytes)
         self._refuse_shared()
-        self._deferred = [module for module in self._modules.values() if layers.is_deferred(module)]
+        attention = [module for module in self._modules.values() if layers.is_deferred(module)]
+        self._deferred = [module for module in attention if not layers.makes_constants(module)]
         self._tree = TreeWatch([self._model])
         self._watch = self._watch_addresses()
         self._addresses = self._watch.mark()

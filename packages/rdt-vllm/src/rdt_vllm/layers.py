@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer, rest
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImplBase
 
 from rdt_core.errors import EngineError
 
@@ -53,6 +54,19 @@ def post_load_is_idle(module: torch.nn.Module) -> bool:
     if kind.process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading:
         return True
     return kind in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) and current_platform.is_cuda()
+
+
+def makes_constants(module: torch.nn.Module) -> bool:
+    """Returns whether a deferred module's post-load step makes nothing of weights: only what it made when the engine loaded.
+
+    An exact list, never a guess: vLLM's own `Attention`, with a backend that inherits the empty default.
+    """
+    if not isinstance(module, Attention) or not isinstance(module.impl, AttentionImplBase):
+        return False
+    kept, inherited = type(module).process_weights_after_loading, type(module.impl).process_weights_after_loading
+    return (
+        kept is Attention.process_weights_after_loading and inherited is AttentionImplBase.process_weights_after_loading
+    )
 
 
 @contextmanager

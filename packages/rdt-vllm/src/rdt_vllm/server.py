@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rdt_core.engines import STEPS
@@ -100,6 +101,10 @@ class VllmServer:
     async def receive_version(self, version: int, *, mode: str, clear_cache: bool, limit_s: float) -> dict[str, float]:
         """A sync from the pause to the last post-load step in one call, in vLLM's own calls; it is not stamped.
 
+        EngineCore executes the calls of one client in the order in which they come, so that those that need no answer of another
+        one are sent together: the update is opened, which writes nothing, while the engine pauses; then it is said to be
+        receiving, pulls and finishes.
+
         Args:
             version: that the trainer publishes now.
             mode: see `AsyncLLM.pause_generation`.
@@ -110,49 +115,59 @@ class VllmServer:
             Seconds of each step.
 
         Raises:
-            EngineError: names the step that failed (`protocol.AT_STEP`); those after it did not begin. So does a later call
-                that ends this sync: none of its steps begins after an abort, a resumption, or another sync.
+            EngineError: names the first step that failed (`protocol.AT_STEP`). After "pull" the engine may have finished as well,
+                or do so later. So does a later call that ends this sync: nothing is sent after an abort, a resumption, or another
+                sync.
         """
         self._turn += 1
         turn, end = self._turn, time.monotonic() + limit_s
+        llm = self._llm
 
         async def pause() -> None:
             if clear_cache:
-                await self._llm.renderer.clear_mm_cache_async()
-            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-
-        async def begin() -> None:
-            await self._llm.start_weight_update()
-            if turn == self._turn:  # else whoever ended this sync may have stamped the engine since
-                await self._llm.update_weight_version(f"{RECEIVING}{version}")
+                await llm.renderer.clear_mm_cache_async()
+            await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
         async def pull() -> None:
             left_s = max(end - time.monotonic(), 1.0)
-            await self._llm.update_weights(UpdateRequest({"version": version, "timeout_s": left_s}))
+            await llm.update_weights(UpdateRequest({"version": version, "timeout_s": left_s}))
 
-        steps = dict(zip(STEPS, (pause, begin, pull, self._llm.finish_weight_update), strict=True))
-        seconds = {}
-        for name, step in steps.items():
-            started = time.monotonic()
+        stamp = partial(llm.update_weight_version, f"{RECEIVING}{version}")
+        seconds = dict.fromkeys(STEPS, 0.0)
+        for together in (
+            (("pause", pause), ("begin", llm.start_weight_update)),
+            (("pull", stamp), ("pull", pull), ("finish", llm.finish_weight_update)),
+        ):
             if turn != self._turn:
-                raise EngineError(f"{AT_STEP}{name}; its sync was ended by a later call")
+                raise EngineError(f"{AT_STEP}{together[0][0]}; its sync was ended by a later call")
+            sent = [(name, asyncio.ensure_future(call())) for name, call in together]
             try:
-                await asyncio.wait_for(step(), max(end - started, 0.0))
+                for name, one in sent:
+                    started = time.monotonic()
+                    await asyncio.wait_for(one, max(end - started, 0.0))
+                    seconds[name] += time.monotonic() - started
             except TimeoutError:
                 raise EngineError(f"{AT_STEP}{name}; it was not done {limit_s:g} s after the sync began") from None
             except Exception as error:
                 raise EngineError(f"{AT_STEP}{name}; {type(error).__name__}: {error}") from error
-            seconds[name] = time.monotonic() - started
+            finally:
+                for _, one in sent:  # EngineCore executes what was sent, whether or not somebody waits
+                    if not one.cancel() and not one.cancelled():
+                        one.exception()  # seen: the first failure is told
         return seconds
 
     async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
         """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
         self._turn += 1
         before = await self._llm.get_weight_version()
-        if before == expected:
-            await self._llm.update_weight_version(version)
-            await self._llm.resume_generation()
-        return before, await self._llm.get_weight_version()
+        if before != expected:
+            return before, before
+        llm = self._llm
+        # executed in this order
+        _, _, after = await asyncio.gather(
+            llm.update_weight_version(version), llm.resume_generation(), llm.get_weight_version()
+        )
+        return before, after
 
     async def resume_generation(self) -> None:
         """See `AsyncLLM.resume_generation`."""

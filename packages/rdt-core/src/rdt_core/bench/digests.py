@@ -7,7 +7,7 @@ nothing here is a defence against an adversary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -55,6 +55,40 @@ def digest(part: torch.Tensor, row: int = 0, column: int = 0) -> torch.Tensor:
         rows = _weights(row + top, block.shape[0], 2_246_822_519, 0x85EB, part.device)
         total += (block.mul_(columns).sum(dim=1) * rows).sum()
     return total
+
+
+def held(parts: Iterable[tuple[Sequence[int], torch.Tensor]], box: Box) -> torch.Tensor | None:
+    """Sum of what a rank holds of a box.
+
+    Args:
+        parts: places of the tensor's boxes that this rank counts, with the views that store them.
+        box: of the tensor.
+
+    Returns:
+        As `digest`; None where the rank holds nothing of it.
+    """
+    total = None
+    for offset, part in parts:
+        first = offset[box.axis]
+        low = max(first, box.start)
+        count = min(first + part.shape[box.axis], box.start + box.count) - low
+        if count > 0 and part.numel():
+            place = [low if axis == box.axis else at for axis, at in enumerate(offset)]
+            one = digest(part.narrow(box.axis, low - first, count), *place)
+            total = one if total is None else total.add_(one)
+    return total
+
+
+def sums(parts: Mapping[str, Sequence[tuple[Sequence[int], torch.Tensor]]], boxes: Sequence[Box]) -> list[int]:
+    """Sums of what a rank holds of each box, 0 where that is nothing; those of all ranks add up to the box's.
+
+    Args:
+        parts: by name of the tensor, see `held`. Of equal boxes on several ranks one rank counts its own.
+        boxes: asked for.
+    """
+    found = [held(parts.get(box.name, ()), box) for box in boxes]
+    values = iter(collect(one for one in found if one is not None))
+    return [0 if one is None else next(values) for one in found]
 
 
 def _weights(start: int, count: int, factor: int, salt: int, device: torch.device) -> torch.Tensor:

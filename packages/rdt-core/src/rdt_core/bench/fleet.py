@@ -18,6 +18,7 @@ import psutil
 from .. import wire
 from ..errors import DeadlineError, RdtError
 from . import layouts
+from .laidout import LaidOutRank
 from .options import BenchOptions
 from .placement import Placement, environment
 from .reader import EngineRank
@@ -69,14 +70,21 @@ class Fleet:
             options["runtime_env"] = {"env_vars": environment(gpu, self._gpus, expandable=expandable)}
         return ray.remote(kind).options(**options).remote(*arguments)
 
+    def _source(self, rank: int, gpu: int | None) -> Any:
+        one = self.options
+        if one.megatron is None:
+            given: tuple[Any, ...] = (self._tensors, rank, one.ranks, one.device)
+            return self._actor(SourceRank, gpu, *given, expandable=one.expandable)
+        given = (self._tensors, one.config, one.megatron, rank, one.device)
+        return self._actor(LaidOutRank, gpu, *given, expandable=one.expandable)
+
     def start(self) -> None:
         """Makes the source ranks and the engine ranks, unless they are there."""
         one = self.options
         new_sources, new_readers = not self.sources, not self.readers
         if new_sources:
             self.sources = [
-                self._actor(SourceRank, gpu, self._tensors, rank, one.ranks, one.device, expandable=one.expandable)
-                for rank, gpu in enumerate(self.placement.sources or (None,) * one.ranks)
+                self._source(rank, gpu) for rank, gpu in enumerate(self.placement.sources or (None,) * one.ranks)
             ]
         if new_readers:
             spread = [layouts.EngineRank(one.engine, rank, one.tp, one.ep, one.pp) for rank in range(one.readers)]

@@ -73,7 +73,7 @@ class _Run:
             layers=options.layers,
             tensors=len(self.tensors),
             bytes=sum(map(nbytes, self.tensors)),
-            trainer=f"fsdp:ranks={options.ranks}",
+            trainer=options.trainer,
             engine=options.layout,
             device=options.device,
             device_name=options.device,
@@ -184,6 +184,11 @@ class _Run:
             slowest=max(set(ranks), key=ranks.count),
             sent=tuple(sum(link.bytes for link in links if link.source == rank) for rank in range(one.ranks)),
             received=tuple(reader.bytes for reader in reports[-1].readers),
+            links=tuple(
+                (source, reader, nbytes)
+                for reader, taken_from in enumerate(self.wanted[len(self.report.cells)])
+                for source, nbytes in taken_from
+            ),
             exact=exact,
             notes=notes,
         )

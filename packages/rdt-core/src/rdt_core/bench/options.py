@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import SourceError
-from ..notation import ENGINES, OptionError, Spec, engine_spec, only, trainer_spec
+from ..notation import ENGINES, TRAINERS, OptionError, Spec, engine_spec, only, trainer_spec
 from ..publisher import DEFAULT_BUCKET_BYTES, MODES
 from ..receiver import DEFAULT_KINDS
+from ..report import size
 from ..shapes import Config, checkpoint_tensors, config_of
+from ..trainers import Catalogue, MegatronLayout, layout_of
 from .tensorfile import nbytes
 
 KINDS = (*DEFAULT_KINDS, "auto")
@@ -34,7 +36,8 @@ class BenchOptions:
     Attributes:
         model: a name of `shapes.MODELS`.
         layers: keep only so many decoder layers; 0 keeps all.
-        ranks: source ranks, sharded by rows as FSDP2 shards.
+        ranks: source ranks.
+        megatron: how Megatron spreads the model over them; None: FSDP2, which shards by rows.
         engine: whose parameter layout the readers have: "vllm" or "sglang".
         tp, ep, pp: of the one replica (see `layouts.EngineRank`).
         device: "cpu" or "cuda".
@@ -56,6 +59,7 @@ class BenchOptions:
     model: str = "smollm2-135m"
     layers: int = 0
     ranks: int = 2
+    megatron: MegatronLayout | None = None
     engine: str = "vllm"
     tp: int = 1
     ep: int = 1
@@ -87,6 +91,15 @@ class BenchOptions:
         return self.tp * self.pp
 
     @property
+    def trainer(self) -> str:
+        """The trainer and the sizes that are not their defaults, as `--trainer` takes them."""
+        if self.megatron is None:
+            return f"fsdp:ranks={self.ranks}"
+        sizes = {key: getattr(self.megatron, key) for key in TRAINERS["megatron"]}
+        known = {**TRAINERS["megatron"], "ranks": 0}
+        return "megatron:" + ",".join(f"{key}={size}" for key, size in sizes.items() if size != known[key])
+
+    @property
     def layout(self) -> str:
         """The engine and the sizes that are not 1, as `--engine` takes them."""
         sizes = {"tp": self.tp, "ep": self.ep, "pp": self.pp}
@@ -113,7 +126,7 @@ class BenchOptions:
             if text not in known:
                 raise OptionError(f"{option} {text!r} is unknown; known: {', '.join(known)}")
         for option, least, value in (
-            ("--trainer fsdp:ranks", 1, self.ranks),
+            ("--trainer ranks", 1, self.ranks),
             ("--engine tp", 1, self.tp),
             ("--engine ep", 1, self.ep),
             ("--engine pp", 1, self.pp),
@@ -126,6 +139,7 @@ class BenchOptions:
         for pack in self.packs:
             pack_bytes(pack)
         self._divides(config)
+        self._trains(config)
         if self.device == "cpu":
             if self.expandable:
                 raise OptionError("--expandable is about CUDA memory; it needs --device cuda")
@@ -158,10 +172,28 @@ class BenchOptions:
         held = sum(map(nbytes, tensors))
         left_out: list[tuple[str, str]] = []
         if self.device != "cpu" or held > DISK_BYTES:
-            left_out.append(("disk", f"{held / 1e9:.1f} GB through a file on tmpfs; --peers disk measures it"))
+            left_out.append(("disk", f"{size(held)} through a file on tmpfs; --peers disk measures it"))
         if len(tensors) > OBJECT_TENSORS:
             left_out.append(("objects", f"an object for each of {len(tensors)} tensors; --peers objects measures it"))
         return replace(self, peers=known, left_out=tuple(left_out))
+
+    def _trains(self, config: Config) -> None:
+        layout = self.megatron
+        if layout is None:
+            return
+        if layout.ranks != self.ranks:
+            raise OptionError(
+                f"--trainer {self.trainer}: a layout of {layout.ranks} ranks for {self.ranks} source ranks"
+            )
+        try:
+            layout.check(config)
+            catalogue = Catalogue(checkpoint_tensors(self.model, layers=self.layers), config)
+            for rank in range(0, layout.ranks, layout.stage_ranks):
+                # what does not divide is said where it is laid out; the ranks of a stage have equal sizes
+                for _ in layout.parameters(rank, catalogue):
+                    pass
+        except SourceError as error:
+            raise OptionError(f"--trainer {self.trainer}: Megatron holds no {self.model} like this: {error}") from error
 
     def _divides(self, config: Config) -> None:
         if self.tp % self.ep:
@@ -214,8 +246,16 @@ def names(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
 
 
 def trainer(text: str) -> Spec:
-    """Reads `--trainer fsdp:ranks=N`."""
-    return only("--trainer", trainer_spec(text), ("fsdp",), ("ranks",), "rdt bench")
+    """Reads `--trainer fsdp:ranks=N` or `--trainer megatron:ranks=N,tp=N,...`."""
+    spec = trainer_spec(text)
+    known = TRAINERS[spec.name] if spec.name == "megatron" else ("ranks",)
+    return only("--trainer", spec, tuple(TRAINERS), tuple(known), "rdt bench")
+
+
+def megatron(spec: Spec) -> MegatronLayout | None:
+    """The layout of Megatron that `trainer` has read; None for another trainer."""
+    layout = layout_of(spec)
+    return layout if isinstance(layout, MegatronLayout) else None
 
 
 def engine(text: str) -> Spec:

@@ -53,6 +53,8 @@ class Peers:
         left_out = dict(self._options.left_out).get(name)
         if left_out:
             return f"left out of all: {left_out}"
+        if self._options.megatron is not None:
+            return "other designs are measured with row shards, which they gather: --trainer fsdp:ranks=N"
         if not self.ours(name):
             return plugins.provider(name, self._options)[1]
         if name == "checkpoint-engine" and (reason := checkpointengine.reason(self._options)):

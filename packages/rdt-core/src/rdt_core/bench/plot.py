@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from ..notation import OptionError
-from ..report import save_figure
+from ..report import save_figure, size
 from .options import PLOTS
-from .results import BenchReport, Cell, p50
+from .results import BenchReport, Cell, fastest, p50, ratio
 
 log = logging.getLogger(__name__)
 
 #: segments of a bar, in the order of a sync, with their colours
 _PARTS = {
-    "control before": "#b8c4d6", "filling arenas": "#e3a857", "transfer": "#2f6fb0", "landing": "#6fb07f",
+    "control before": "#b8c4d6", "filling arenas or buckets": "#e3a857", "transfer": "#2f6fb0", "landing": "#6fb07f",
     "digests": "#9a7fb8", "control after, and waiting": "#d9d9d9",
 }  # fmt: skip
+_FLOORS = {
+    "copy": ("floor: one copy inside the reader", "|", "#c0392b", 220),
+    "span": ("floor: one mapped span from each owner", "x", "#222222", 30),
+    "nixl": ("raw NIXL, the same bytes", "D", "#8e44ad", 18),
+}
+#: parts of the longest bar that are too thin to be seen have no entry in the legend
+_SEEN = 0.002
 
 
 def check_plot(path: Path | None) -> None:
@@ -46,7 +54,7 @@ def parts(cell: Cell) -> dict[str, float]:
     reader, trainer = cell.reader_phases, cell.phases
     made = dict.fromkeys(_PARTS, 0.0)
     made["control before"] = sum(trainer.get(name, 0.0) for name in ("begin", "pause", "engine_begin"))
-    made["filling arenas"] = min(trainer.get("write", 0.0), reader.get("wait", 0.0))
+    made["filling arenas or buckets"] = min(trainer.get("write", 0.0), reader.get("wait", 0.0))
     made["transfer"], made["landing"] = reader.get("transfer", 0.0), reader.get("land", 0.0)
     made["digests"] = reader.get("verify", 0.0)
     # medians of parts may add up to more than the median of the whole
@@ -75,21 +83,24 @@ def draw(report: BenchReport, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     figure.suptitle(
-        f"{report.model}, {report.bytes / 1e9:.3g} GB: {report.trainer} to {report.engine} on {report.device_name}; "
+        f"{report.model}, {size(report.bytes)}: {report.trainer} to {report.engine} on {report.device_name}; "
         f"p50 of {report.rounds} syncs", fontsize=11,
     )  # fmt: skip
     if cells:
         _cells(axes[0], cells)
-        figure.legend(loc="outside lower center", fontsize=8, ncols=5, frameon=False)
+        axes[0].set_title(
+            "rdt: what a sync does, one after the other, and floors measured beside it", fontsize=10, loc="left"
+        )
+        figure.legend(loc="outside lower center", fontsize=8, ncols=3, frameon=False)
     if peers:
-        best = min(cells, key=lambda cell: p50(cell.seconds), default=None)
+        best = fastest(report) or min(cells, key=lambda cell: p50(cell.seconds), default=None)
         labels = [row.label for row in peers]
         values = [1e3 * p50(row.seconds) for row in peers]
         if best is not None:
             labels, values = [f"rdt: {_label(best)}", *labels], [1e3 * p50(best.seconds), *values]
         colours = ["#2f6fb0" if label.startswith("rdt") else "#8c8c8c" for label in labels]
         bars = axes[-1].barh(labels, values, color=colours, height=0.65)
-        axes[-1].bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+        axes[-1].bar_label(bars, [_number(value) for value in values], padding=3, fontsize=8)
         axes[-1].set_title("other ways to move the same bytes", fontsize=10, loc="left")
     for one in axes:
         one.invert_yaxis()
@@ -105,32 +116,36 @@ def _cells(axes: Any, cells: list[Cell]) -> None:
     labels = [_label(cell) for cell in cells]
     split = [parts(cell) for cell in cells]
     start = [0.0] * len(cells)
+    longest = max(1e3 * p50(cell.seconds) for cell in cells)
     for name, colour in _PARTS.items():
         widths = [1e3 * one[name] for one in split]
-        if any(widths):
+        if max(widths) > _SEEN * longest:
             axes.barh(labels, widths, left=start, height=0.65, color=colour, label=name)
             start = [at + width for at, width in zip(start, widths, strict=True)]
-    places = range(len(cells))
-    for name, marker, colour in (("copy", "|", "#c0392b"), ("span", "x", "#222222"), ("nixl", "D", "#8e44ad")):
-        held = [(1e3 * getattr(cell.floors, name), at) for at, cell in zip(places, cells, strict=True)]
+    for name, (said, marker, colour, area) in _FLOORS.items():
+        held = [(1e3 * getattr(cell.floors, name), at) for at, cell in enumerate(cells)]
         held = [pair for pair in held if pair[0]]
         if held:
-            said = {"copy": "floor: one copy", "span": "floor: one mapped span", "nixl": "raw NIXL, same bytes"}[name]
-            sizes = {"copy": 220, "span": 30, "nixl": 18}[name]
             axes.scatter(
-                *zip(*held, strict=True), marker=marker, s=sizes, color=colour, label=said, zorder=3, linewidths=1.6
+                *zip(*held, strict=True), marker=marker, s=area, color=colour, label=said, zorder=3, linewidths=1.6
             )
-    reach = 0.06 * max([*start, *(one for cell in cells for one in _markers(cell))], default=0.0)
+    reach = 0.12 * max([*start, *(one for cell in cells for one in _markers(cell))], default=0.0)
     for at, (cell, end) in enumerate(zip(cells, start, strict=True)):
         # a marker just behind the bar would lie on its number
         end = max([end, *(one for one in _markers(cell) if end <= one < end + reach)])
+        factor = f"  = {ratio(cell):.1f} x {cell.floor}" if math.isfinite(ratio(cell)) else ""
         axes.annotate(
-            f"{1e3 * p50(cell.seconds):.0f}", (end, at), (5, 0), textcoords="offset points", va="center", fontsize=8
-        )
+            f"{_number(1e3 * p50(cell.seconds))}{factor}",
+            (end, at), (5, 0), textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _markers(cell: Cell) -> list[float]:
-    return [1e3 * getattr(cell.floors, name) for name in ("copy", "span", "nixl")]
+    return [1e3 * getattr(cell.floors, name) for name in _FLOORS]
 
 
 def _label(cell: Cell) -> str:

@@ -15,6 +15,10 @@ import msgspec
 
 from .. import wire
 
+#: a floor that is shorter, in seconds, is not what a sync is held against: its control messages take several times as long
+#: whatever its bytes are, and the ratio would tell about them alone (`docs/performance.md` has the measurement)
+LEAST_FLOOR_S = 1e-3
+
 
 class Floors(wire.Struct, frozen=True):
     """Lower bounds measured beside a cell, in seconds; 0 where not measured.
@@ -50,6 +54,7 @@ class Cell(wire.Struct, frozen=True):
         reader_phases, reader_phases_p95: of the slowest reader of each sync, likewise.
         slowest: the engine rank that most often was the slowest.
         sent, received: bytes a sync by source rank and by engine rank.
+        links: of each link its source rank, its engine rank and its bytes a sync.
         exact: whether every reader held the trainer's bytes after the last sync.
         notes: floors that could not be measured, and why.
         error: why it could not run; empty otherwise.
@@ -76,6 +81,7 @@ class Cell(wire.Struct, frozen=True):
     slowest: int = 0
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
+    links: tuple[tuple[int, int, int], ...] = ()
     exact: bool = False
     notes: tuple[str, ...] = ()
     error: str = ""
@@ -185,8 +191,24 @@ def p95(seconds: Sequence[float]) -> float:
 
 
 def ratio(row: Cell) -> float:
-    """Median sync time over the cell's floor; NaN where either was not measured."""
-    return p50(row.seconds) / row.floor_s if row.floor_s else math.nan
+    """Median sync time over the cell's floor; NaN where either was not measured, or the floor is too short to say anything."""
+    return p50(row.seconds) / row.floor_s if row.floor_s >= LEAST_FLOOR_S else math.nan
+
+
+def no_ratio(row: Cell) -> str:
+    """Why `ratio` gives none of a floor that was measured; empty if it gives one, or where nothing was measured."""
+    if not 0 < row.floor_s < LEAST_FLOOR_S:
+        return ""
+    return (
+        f"no ratio: the {row.floor} of these bytes takes {1e3 * row.floor_s:.3f} ms; below {1e3 * LEAST_FLOOR_S:.0f} ms it would "
+        f"tell about control messages, which take what they take whatever the bytes ({1e3 * row.overhead_s:.1f} ms here)"
+    )
+
+
+def fastest(report: BenchReport) -> Cell | None:
+    """The cell with the smallest median of those with the right bytes, or None."""
+    exact = [cell for cell in report.cells if cell.exact and cell.seconds]
+    return min(exact, key=lambda cell: p50(cell.seconds), default=None)
 
 
 def medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -208,7 +230,7 @@ def to_dict(report: BenchReport) -> dict[str, Any]:
         one |= {"p50": _finite(p50(row.seconds)), "p95": _finite(p95(row.seconds))}
         one["gbps"] = None if one["p50"] is None else row.bytes / 1e9 / one["p50"]
         if isinstance(row, Cell):
-            one |= {"ratio": _finite(ratio(row)), "overhead": _finite(row.overhead_s)}
+            one |= {"ratio": _finite(ratio(row)), "no_ratio": no_ratio(row), "overhead": _finite(row.overhead_s)}
     return plain
 
 

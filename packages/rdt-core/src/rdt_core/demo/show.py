@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..logline import size
 from .report import StepReport
 
 
@@ -96,7 +97,7 @@ class Show:
         self._progress.advance(self._task)
         self._console.print(
             f"version {step.version}: reward {step.reward:.3f}, sync {step.seconds * 1000:,.0f} ms, "
-            f"{mebibytes(step.bytes)}, {links(step)}, logprob error {step.max_abs_logprob_error:.1e}",
+            f"{size(step.bytes)}, {links(step)}, logprob error {step.max_abs_logprob_error:.1e}",
             highlight=False,
         )
 
@@ -107,7 +108,7 @@ def table(steps: Sequence[StepReport], first_reward: float, first_error: float) 
     for column in ("version", "reward", "sync ms"):
         result.add_column(column, justify="right")
     result.add_column("by phase, ms")
-    result.add_column("MiB", justify="right")
+    result.add_column("bytes", justify="right")
     result.add_column("mode")
     result.add_column("links")
     result.add_column("max logprob error", justify="right")
@@ -118,7 +119,7 @@ def table(steps: Sequence[StepReport], first_reward: float, first_error: float) 
             f"{step.reward:.3f}",
             f"{step.seconds * 1000:,.0f}",
             phases(step),
-            f"{step.bytes / 2**20:,.1f}",
+            size(step.bytes),
             step.mode,
             links(step),
             f"{step.max_abs_logprob_error:.1e}",
@@ -141,8 +142,3 @@ def links(step: StepReport) -> str:
         rate = f" {sum(link.bytes for link in mine) / seconds / 1e9:.2f} GB/s" if seconds > 0 else ""
         parts.append(f"{len(mine)} {kind}{rate}")
     return ", ".join(parts) or "none"
-
-
-def mebibytes(count: int) -> str:
-    """Returns a number of bytes in MiB."""
-    return f"{count / 2**20:,.1f} MiB"

@@ -5,15 +5,12 @@ Refuses options that cannot work with exit status 2 before anything is started.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from typing import Annotated
 
 import typer
 
-from ..demo.options import OptionError
-from ..errors import RdtError
-from ..signals import terminable
+from ..commandline import command
+from ..notation import OptionError
 
 EPILOG = (
     "[bold]Examples[/bold]\n\n"
@@ -49,21 +46,12 @@ def doctor(
     """
     from .options import read_options
 
-    target = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr), terminable():
-        try:
-            if json and fix_env:
-                raise OptionError("--json and --fix-env both print to standard output; choose one")
-            options = read_options(
-                cluster=cluster, address=address, measure=measure, size=size, model_size=model_size, timeout_s=timeout_s
-            )
-            from .show import doctor_command  # brings torch along
+    with command("doctor") as target:
+        if json and fix_env:
+            raise OptionError("--json and --fix-env both print to standard output; choose one")
+        options = read_options(
+            cluster=cluster, address=address, measure=measure, size=size, model_size=model_size, timeout_s=timeout_s
+        )
+        from .show import doctor_command  # brings torch along
 
-            status = doctor_command(target, options, json=json, fix_env=fix_env)
-        except OptionError as error:
-            typer.echo(f"rdt doctor: {error}", err=True)
-            raise typer.Exit(2) from error
-        except RdtError as error:
-            typer.echo(f"rdt doctor failed: {type(error).__name__}: {error}", err=True)
-            raise typer.Exit(1) from error
-    raise typer.Exit(status)
+        raise typer.Exit(doctor_command(target, options, json=json, fix_env=fix_env))

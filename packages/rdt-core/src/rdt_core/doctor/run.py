@@ -18,12 +18,12 @@ from typing import Protocol
 
 import msgspec
 
-from ..control import probe
 from ..demo.local import cluster as local_cluster
 from ..demo.options import OptionError
 from ..distributions import rdt_version
 from ..errors import RdtError
 from ..rayauth import way_out
+from ..rendezvous import probe
 from .checks import compare, examine
 from .collect import collect
 from .facts import DoctorReport, Facts, Finding, Measured, Severity, finding, on_node

@@ -8,10 +8,10 @@ from pathlib import Path
 from ..errors import SourceError
 from ..notation import OptionError, engine_spec, trainer_spec
 from ..shapes import MODELS, Config, config_of, read_config
+from ..trainers import FsdpLayout, MegatronLayout, layout_of
 from .cluster import PLACEMENTS, Cluster
-from .megatron import MegatronLayout
 from .readers import LANDINGS, EngineLayout
-from .trainers import MODES, FsdpLayout
+from .trainers import MODES
 
 #: more ranks on one side than any cluster has; a plan goes through every one of them
 MOST_RANKS = 100_000
@@ -94,8 +94,8 @@ def read_options(
 
     Args:
         model: see `PlanOptions`.
-        trainer: "fsdp:ranks=N[,replicas=M][,apart=1]" or "megatron:ranks=N[,tp=..][,pp=..][,ep=..][,etp=..][,vpp=..][,first=..]
-            [,last=..]".
+        trainer: "fsdp:ranks=N[,replicas=M][,apart=1]" or "megatron:ranks=N", with any of tp, pp, ep, etp, cp, vpp, first, last as
+            ",tp=..".
         engine: "vllm" or "sglang", with ":tp=..,ep=..,pp=..,replicas=..".
         layers: keep only so many decoder layers; 0 keeps all.
         cluster, placement, mode, landing, simulate: see `PlanOptions` and `EngineLayout`.
@@ -111,19 +111,10 @@ def read_options(
     except SourceError as error:
         raise OptionError(f"--model, --layers: {error}") from error
     spec, wanted = trainer_spec(trainer), engine_spec(engine)
-    sizes = dict(spec.settings)
-    layout: FsdpLayout | MegatronLayout
-    if spec.name == "fsdp":
-        layout = FsdpLayout(sizes["ranks"], sizes["replicas"], bool(sizes["apart"]))
-    else:
-        layout = MegatronLayout(
-            ranks=sizes["ranks"], tp=sizes["tp"], pp=sizes["pp"], ep=sizes["ep"], etp=sizes["etp"], vpp=sizes["vpp"],
-            first=sizes["first"], last=sizes["last"],
-        )  # fmt: skip
     return PlanOptions(
         model=model,
         config=config,
-        trainer=layout,
+        trainer=layout_of(spec),
         engine=EngineLayout(wanted.name, **dict(wanted.settings), landing=landing),
         trainer_text=trainer,
         engine_text=engine,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from ..commandline import console, progress
 from ..errors import RdtError
-from ..report import save_figure, try_path
+from ..report import counted, save_figure, size, try_path
 from .options import PlanOptions
 from .report import PlanReport, make_plan_report, to_dict
 
-_WIDTH = 160
+#: predictions closer than this factor are not told apart
+_ALIKE = 1.05
 
 
-def plan_command(target: Any, options: PlanOptions, *, as_json: bool = False, picture: Path | None = None) -> None:
+def plan_command(target: TextIO, options: PlanOptions, *, as_json: bool = False, picture: Path | None = None) -> None:
     """Plans and prints to `target`.
 
     Args:
@@ -29,33 +29,19 @@ def plan_command(target: Any, options: PlanOptions, *, as_json: bool = False, pi
         OptionError: the picture cannot be written there; nothing was planned.
         RdtError: the layouts do not fit, or matplotlib is missing for the picture.
     """
-    from rich.console import Console
-
     if picture is not None:
         try_path(picture, "--picture")
-    with _progress(options, quiet=as_json) as advance:
-        report = make_plan_report(options, advance)
+    with progress("engine ranks", options.engine.ranks * options.engine.replicas, quiet=as_json) as update:
+        report = make_plan_report(options, lambda done: update(advance=1 if done == "reader" else 0))
     if picture is not None:
         draw(picture, report)
     if as_json:
         target.write(json.dumps(to_dict(report), allow_nan=False) + "\n")
         return
-    console = Console(file=target, width=None if target.isatty() else _WIDTH)
-    console.print(summary(report), highlight=False)
+    out = console(target)
+    out.print(summary(report), highlight=False)
     for one in tables(report):
-        console.print(one)
-
-
-@contextmanager
-def _progress(options: PlanOptions, *, quiet: bool) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("engine ranks", total=options.engine.ranks * options.engine.replicas)
-        yield lambda what: bar.advance(task, 1 if what == "reader" else 0)
+        out.print(one)
 
 
 def summary(report: PlanReport) -> str:
@@ -63,13 +49,14 @@ def summary(report: PlanReport) -> str:
     cluster = report.cluster
     simulated = "" if report.simulated_s is None else f" (simulated: {_s(report.simulated_s)})"
     return (
-        f"{report.model}: {report.tensors} tensors, {_gb(report.model_bytes)}; {report.trainer} ({report.source_ranks} source "
-        f"ranks) -> {report.engine} ({report.replicas} replicas, {report.engine_ranks} engine ranks), mode {report.mode}, "
-        f"landing {report.landing}\n"
-        f"{report.nodes} nodes of {cluster['gpus']} GPUs, {report.placement}: NVLink {cluster['nvlink_gbs']:g} GB/s a GPU and "
-        f"direction, {cluster['nics']} NICs of {cluster['nic_gbs']:g} GB/s a node\n"
-        f"a sync moves {_gb(report.bytes)} over {report.links} links in at most {report.chunks} chunks; predicted "
-        f"{_s(report.seconds)}, of which wire and landing {_s(report.wire_s)}{simulated}"
+        f"{report.model}: {counted(report.tensors, 'tensor')}, {size(report.model_bytes)}; {report.trainer} "
+        f"({counted(report.source_ranks, 'source rank')}) -> {report.engine} ({counted(report.replicas, 'replica')}, "
+        f"{counted(report.engine_ranks, 'engine rank')}), mode {report.mode}, landing {report.landing}\n"
+        f"{counted(report.nodes, 'node')} of {counted(cluster['gpus'], 'GPU')}, {report.placement}: NVLink "
+        f"{cluster['nvlink_gbs']:g} GB/s a GPU and direction, {counted(cluster['nics'], 'NIC')} of {cluster['nic_gbs']:g} GB/s a "
+        f"node\n"
+        f"a sync moves {size(report.bytes)} over {counted(report.links, 'link')} in at most {counted(report.chunks, 'chunk')}; "
+        f"predicted {_s(report.seconds)}, of which wire and landing {_s(report.wire_s)}{simulated}"
     )
 
 
@@ -86,20 +73,22 @@ def tables(report: PlanReport) -> list[Any]:
             made.add_column(last)
         return made
 
-    times = table("predicted sync", "phase", "seconds", last="bottleneck")
+    times = table("predicted sync", "phase", "time", last="bottleneck")
     for phase in report.phases:
         times.add_row(phase.name, _s(phase.seconds), phase.bottleneck)
-    others = table("other designs on the same machines", "design", "seconds", "over this plan", last="bottleneck")
+    others = table(
+        "other designs on the same machines, predicted", "design", "time", "than this plan", last="bottleneck"
+    )
     for peer in report.peers:
-        others.add_row(peer.name, _s(peer.seconds), f"{peer.seconds / report.seconds:.1f} x", peer.bottleneck)
+        others.add_row(peer.name, _s(peer.seconds), _beside(peer.seconds, report.seconds), peer.bottleneck)
     balances = table("balance of bytes", "over", "count", "max", "mean", "max/mean", "floor")
     for one in report.balances:
         floor = f"{one.floor:.3f}" if one.floor > 1 else ""
-        balances.add_row(one.what, str(one.count), _gb(one.largest), _gb(one.mean), f"{one.ratio:.3f}", floor)
+        balances.add_row(one.what, str(one.count), size(one.largest), size(one.mean), f"{one.ratio:.3f}", floor)
     balances.caption = "floor: what the trainer's layout leaves to any choice of owners"
     copies = table("copies of a sync", "links", "number", "copies", "reads", "bytes")
     for row in report.copies:
-        copies.add_row(f"{row.kind}, {row.form}", str(row.links), str(row.copies), str(row.reads), _gb(row.bytes))
+        copies.add_row(f"{row.kind}, {row.form}", str(row.links), str(row.copies), str(row.reads), size(row.bytes))
     memory = table("memory of a rank, at most; messages when the group is made", "what", "bytes")
     kept, said = report.memory, report.control
     for what, nbytes in (
@@ -112,7 +101,7 @@ def tables(report: PlanReport) -> list[Any]:
         ("manifests as engine ranks read them, all", said.read),
         ("requests of engine ranks, all", said.requests),
     ):
-        memory.add_row(what, _gb(nbytes))
+        memory.add_row(what, size(nbytes))
     return [times, others, balances, copies, memory]
 
 
@@ -154,8 +143,12 @@ def draw(path: Path, report: PlanReport) -> None:
     save_figure(path, figure)
 
 
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.3f} MB"
+def _beside(seconds: float, plan_s: float) -> str:
+    """How much slower or faster than the plan something else is, in words: a bare factor can be read either way."""
+    factor = max(seconds, plan_s) / min(seconds, plan_s)
+    if factor < _ALIKE:
+        return "as fast"
+    return f"{factor:.1f} x {'slower' if seconds > plan_s else 'faster'}"
 
 
 def _s(seconds: float) -> str:

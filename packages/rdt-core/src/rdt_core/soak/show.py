@@ -5,18 +5,18 @@ Progress is shown on a terminal only; the result is a table of every process and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
+from ..commandline import console, progress
 from .loop import SoakReport, run
 from .options import SoakOptions
 
-_WIDTH = 160
 _BYTES = ("rss", "shared", "registered")
 
 
-def soak_command(target: Any, options: SoakOptions, json: bool) -> int:
+def soak_command(target: TextIO, options: SoakOptions, json: bool) -> int:
     """Soaks and prints to `target`.
 
     Returns:
@@ -26,19 +26,13 @@ def soak_command(target: Any, options: SoakOptions, json: bool) -> int:
         OptionError: an option that cannot work; nothing was started.
         SyncError, DeadlineError: see `loop.run`.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     options = options.check()
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=json or not console.is_terminal) as bar:
-        task = bar.add_task("syncs", total=options.syncs)
-        report = run(options, lambda done: bar.update(task, completed=done))
+    with progress("syncs", options.syncs, quiet=json) as update:
+        report = run(options, lambda done: update(completed=done))
     if json:
         target.write(msgspec.json.encode(report).decode() + "\n")
     else:
-        out = Console(file=target, width=None if target.isatty() else _WIDTH)
+        out = console(target)
         out.print(table(report))
         out.print(summary(report), highlight=False)
     return 1 if report.growing else 0

@@ -7,7 +7,7 @@ checked: source ranks, coordinator, planner and receivers run in one process.
 
 from ..errors import ConformanceError
 from .clients import check_engine_client, check_form, check_late
-from .landings import check_landed, check_landing, check_missing, check_trace
+from .landings import LandingCase, check_landed, check_landing, check_missing, check_trace
 from .local import LocalGroup, TensorSource
 from .sources import (
     Holdings,
@@ -24,6 +24,7 @@ from .suites import LandingSuite, SourceSuite
 __all__ = [
     "ConformanceError",
     "Holdings",
+    "LandingCase",
     "LandingSuite",
     "LocalGroup",
     "SourceSuite",

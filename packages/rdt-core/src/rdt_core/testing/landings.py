@@ -7,7 +7,8 @@ at how: a landing that computes (quantises, repacks) passes if its load does the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -24,20 +25,11 @@ State = Callable[[Any], Mapping[str, torch.Tensor]]
 Load = Callable[[Any, Iterable[tuple[str, torch.Tensor]]], Any]
 
 
-def check_landing(
-    make_landing: MakeLanding,
-    weights: Weights,
-    *,
-    state: State,
-    load: Load,
-    refuses: Callable[[Any], bool] | None = None,
-    world_size: int = 1,
-    device: torch.device | str = "cpu",
-    needed: str | None = None,
-) -> None:
-    """Runs every check of a landing.
+@dataclass(frozen=True, slots=True)
+class LandingCase:
+    """A landing to check, and its engine's own way of loading to check it against.
 
-    Args:
+    Attributes:
         make_landing: makes the landing of engine rank `(rank, world_size)`; over a new model each time, or always over one.
         weights: returns full checkpoint tensors by name on the CPU, other values for each of the numbers 1, 2 and 3.
         state: returns what the landing's model serves, by any names: compared with what `load` left there.
@@ -46,16 +38,38 @@ def check_landing(
         world_size: engine ranks, all in this process.
         device: of the model.
         needed: a checkpoint tensor that the model cannot do without; default: the first.
+    """
+
+    make_landing: MakeLanding
+    weights: Weights
+    _: KW_ONLY
+    state: State
+    load: Load
+    refuses: Callable[[Any], bool] | None = None
+    world_size: int = 1
+    device: torch.device | str = "cpu"
+    needed: str | None = None
+
+    def landings(self) -> Iterator[Landing]:
+        """Makes the landing of one engine rank after the other, each when it is asked for: models can be large."""
+        return (self.make_landing(rank, self.world_size) for rank in range(self.world_size))
+
+    def tensors(self) -> Sequence[TensorMeta]:
+        """What a trace is given."""
+        return TensorSource(self.weights(1)).metadata()
+
+
+def check_landing(case: LandingCase) -> None:
+    """Runs every check of a landing.
 
     Raises:
         ConformanceError: the landing does not keep its protocol.
         RdtError: rdt itself refused the landing.
     """
-    tensors = TensorSource(weights(1)).metadata()
-    for rank in range(world_size):
-        check_trace(make_landing(rank, world_size), tensors, state)
-    check_landed(make_landing, weights, state=state, load=load, refuses=refuses, world_size=world_size, device=device)
-    check_missing(make_landing, weights, needed or next(iter(weights(1))), world_size=world_size, device=device)
+    for landing in case.landings():
+        check_trace(landing, case.tensors(), case.state)
+    check_landed(case)
+    check_missing(case)
 
 
 def check_trace(landing: Landing, tensors: Sequence[TensorMeta], state: State) -> None:
@@ -101,34 +115,23 @@ def _check_storage(landing: Landing, key: str, nbytes: int) -> None:
         refuse(f"storage({key!r}) is other memory at its second call", "it is the model's own memory, for ever")
 
 
-def check_landed(
-    make_landing: MakeLanding,
-    weights: Weights,
-    *,
-    state: State,
-    load: Load,
-    refuses: Callable[[Any], bool] | None = None,
-    world_size: int = 1,
-    device: torch.device | str = "cpu",
-) -> None:
+def check_landed(case: LandingCase) -> None:
     """Checks whole syncs, in place of the engine's own load: bytes, addresses, what refuses when, and healing after a failure.
-
-    Args: see `check_landing`.
 
     Raises:
         ConformanceError: names the engine rank, the tensor, or the moment.
         RdtError: a sync failed.
     """
+    weights, state = case.weights, case.state
     wanted: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-    for rank in range(world_size):
-        reference = make_landing(rank, world_size)
+    for rank, reference in enumerate(case.landings()):
         for number in (1, 2):
-            load(reference, list(weights(number).items()))
+            case.load(reference, list(weights(number).items()))
             wanted[rank, number] = _copy(state(reference))
-    landings = [_Watched(make_landing(rank, world_size), refuses) for rank in range(world_size)]
+    landings = [_Watched(landing, case.refuses) for landing in case.landings()]
     source = TensorSource(weights(1))
     with LocalGroup([source]) as group:
-        replica = group.serve(landings, device=device)
+        replica = group.serve(landings, device=case.device)
 
         def published(version: int, number: int, when: str) -> None:
             source.fill(weights(number))
@@ -159,31 +162,20 @@ def check_landed(
             published(version + 1, version // 2, f"in the sync after one that failed ({at})")
 
 
-def check_missing(
-    make_landing: MakeLanding,
-    weights: Weights,
-    needed: str,
-    *,
-    world_size: int = 1,
-    device: torch.device | str = "cpu",
-) -> None:
+def check_missing(case: LandingCase) -> None:
     """Checks that a model which would keep old bytes is refused while connecting, with a name that helps.
-
-    Args:
-        needed: the checkpoint tensor that is not offered.
-        make_landing, weights, world_size, device: see `check_landing`.
 
     Raises:
         ConformanceError: it connected, or the message names neither the tensor nor a destination.
     """
-    offered = {name: tensor for name, tensor in weights(1).items() if name != needed}
-    landings = [make_landing(rank, world_size) for rank in range(world_size)]
+    needed = case.needed or next(iter(case.weights(1)))
+    offered = {name: tensor for name, tensor in case.weights(1).items() if name != needed}
+    landings = list(case.landings())
     with LocalGroup([TensorSource(offered)]) as group:
         try:
-            group.serve(landings, device=device)
+            group.serve(landings, device=case.device)
         except RdtError as error:
-            full = make_landing(0, world_size)
-            trace = full.trace(TensorSource(weights(1)).metadata())
+            trace = case.make_landing(0, case.world_size).trace(case.tensors())
             names = {needed, *(piece.destination for piece in trace.slices if piece.name == needed)}
             if not any(name in str(error) for name in names):
                 raise ConformanceError(
@@ -269,4 +261,4 @@ def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-__all__ = ["check_landed", "check_landing", "check_missing", "check_trace"]
+__all__ = ["LandingCase", "check_landed", "check_landing", "check_missing", "check_trace"]

@@ -19,8 +19,7 @@ import torch
 
 from ..landing import Landing
 from ..sources.base import WeightSource
-from .landings import check_landed, check_missing, check_trace
-from .local import TensorSource
+from .landings import LandingCase, check_landed, check_missing, check_trace
 from .sources import Source, check_coverage, check_passes, check_replicas, check_shards, check_syncs, holdings
 
 
@@ -87,7 +86,7 @@ class SourceSuite:
 
 
 class LandingSuite:
-    """Checks of a landing; see `check_landing` for what each hook means.
+    """Checks of a landing; see `LandingCase` for what each hook means.
 
     Attributes:
         world_size: engine ranks, all in one process.
@@ -119,21 +118,22 @@ class LandingSuite:
         """Whether the landing's engine would refuse to generate now. Without an override that is not checked."""
         raise NotImplementedError
 
+    def _case(self) -> LandingCase:
+        return LandingCase(
+            self.make_landing, self.weights, state=self.state, load=self.load, world_size=self.world_size, device=self.device,
+            refuses=self.refuses if type(self).refuses is not LandingSuite.refuses else None, needed=self.needed or None,
+        )  # fmt: skip
+
     def test_a_trace_writes_nothing_and_is_complete(self) -> None:
         """See `check_trace`."""
-        tensors = TensorSource(self.weights(1)).metadata()
-        for rank in range(self.world_size):
-            check_trace(self.make_landing(rank, self.world_size), tensors, self.state)
+        case = self._case()
+        for landing in case.landings():
+            check_trace(landing, case.tensors(), case.state)
 
     def test_a_sync_leaves_what_the_engines_own_load_leaves(self) -> None:
         """See `check_landed`."""
-        refuses = self.refuses if type(self).refuses is not LandingSuite.refuses else None
-        check_landed(
-            self.make_landing, self.weights, state=self.state, load=self.load, refuses=refuses, world_size=self.world_size,
-            device=self.device,
-        )  # fmt: skip
+        check_landed(self._case())
 
     def test_a_tensor_that_nobody_offers_is_refused_by_name(self) -> None:
         """See `check_missing`."""
-        needed = self.needed or next(iter(self.weights(1)))
-        check_missing(self.make_landing, self.weights, needed, world_size=self.world_size, device=self.device)
+        check_missing(self._case())

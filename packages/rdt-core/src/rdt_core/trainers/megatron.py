@@ -1,9 +1,9 @@
 """How Megatron-Core spreads a checkpoint over its ranks, by name pattern: tensor, pipeline, expert and data parallelism.
 
-The few rules that a plan needs, for models in the names of `shapes`; real modules are read by `rdt_megatron`, whose boxes a
-test compares with these. Ranks are numbered as Megatron numbers them by default: tensor-parallel ranks first, then data
-parallel ones, then stages; experts over the same ranks as expert tensor, expert, expert data. Context parallel ranks count
-as data parallel ones. Layers for multi-token prediction are left out.
+The few rules that plans and benchmarks need, for models in the names of `shapes`; real modules are read by
+`rdt_megatron`, whose boxes a test compares with these. Ranks are numbered as Megatron numbers them by default: tensor-parallel
+ranks first, then context and data parallel ones, which hold equal boxes, then stages; experts over the same ranks as expert
+tensor, expert, expert data. Layers for multi-token prediction are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import SourceError
 from ..geometry import row_major
 from ..shapes import Config
 from ..wire import TensorMeta
-from .trainers import Catalogue, Parameter, Piece
+from .base import Catalogue, Parameter, Piece
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
@@ -34,6 +34,7 @@ class MegatronLayout:
         ranks: source ranks.
         tp, pp: tensor parallel ranks, pipeline stages.
         ep, etp: expert parallel ranks, tensor parallel ranks of the experts; they spread over a stage's ranks.
+        cp: context parallel ranks.
         vpp: model chunks of a stage (interleaved pipeline).
         first, last: layers of the first and the last stage; 0: an even share. Where neither is given, layers that do not
             divide go to the first stages, as a pipeline layout written out for them would say.
@@ -47,6 +48,7 @@ class MegatronLayout:
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
     vpp: int = 1
     first: int = 0
     last: int = 0
@@ -60,9 +62,16 @@ class MegatronLayout:
 
     def check(self, config: Config) -> None:
         """See `Layout.check`."""
-        for what, size in (("tp x pp", self.tp * self.pp), ("etp x ep x pp", self.etp * self.ep * self.pp)):
+        groups = "tp x pp" if self.cp == 1 else "tp x cp x pp"
+        for what, size in ((groups, self.tp * self.cp * self.pp), ("etp x ep x pp", self.etp * self.ep * self.pp)):
             if self.ranks % size:
                 raise SourceError(f"{self.ranks} source ranks are no multiple of {what} = {size}")
+        if config.heads % self.tp:
+            raise SourceError(f"{self.tp} tensor parallel ranks do not divide the {config.heads} attention heads")
+        if config.kv_heads % self.tp and self.tp % config.kv_heads:
+            raise SourceError(
+                f"tp={self.tp} neither divides the {config.kv_heads} query groups nor is a multiple of them"
+            )
         if config.experts and config.experts % self.ep:
             raise SourceError(f"ep={self.ep} does not divide the {config.experts} experts of a layer")
         if self.ep > 1 and not config.experts:
@@ -87,7 +96,11 @@ class MegatronLayout:
             sizes[0], sizes[-1] = self.first or sizes[0], self.last or sizes[-1]
         else:
             sizes = [count // self.pp + (stage < count % self.pp) for stage in range(self.pp)]
+        if not all(sizes):
+            raise SourceError(f"{count} layers leave some of the {self.pp} stages without any")
         if self.vpp > 1:
+            if self.pp == 1:
+                raise SourceError(f"vpp={self.vpp} interleaves pipeline stages, and pp=1 has none")
             if len(set(sizes)) > 1 or sizes[0] % self.vpp:
                 raise SourceError(f"{count} layers do not divide into {self.vpp} chunks on each of {self.pp} stages")
             each = sizes[0] // self.vpp
