@@ -208,6 +208,33 @@ def test_memory_that_was_given_back_is_noticed() -> None:
 
 
 @pytest.mark.gpu
+def test_only_what_torch_gave_back_makes_it_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gone = (torch.zeros(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(2))
+    found = memory.Allocations([kept])
+    asked: list[int] = []
+    ask = cudadriver.allocation_ids
+    monkeypatch.setattr(cudadriver, "allocation_ids", lambda bases, device: (asked.append(1), ask(bases, device))[1])
+    before = found.ids()
+    assert found.ids() == before
+    assert len(asked) == 1
+    del gone
+    torch.cuda.empty_cache()
+    assert found.ids() == before
+    assert found.ids() == before
+    assert len(asked) == 2
+
+
+@pytest.mark.gpu
+def test_memory_that_torch_did_not_take_is_asked_about_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = memory.Allocations([memory.Arena(64 << 20, torch.device("cuda", 0)).tensor])
+    asked: list[int] = []
+    ask = cudadriver.allocation_ids
+    monkeypatch.setattr(cudadriver, "allocation_ids", lambda bases, device: (asked.append(1), ask(bases, device))[1])
+    assert found.ids() == found.ids()
+    assert len(asked) == 2
+
+
+@pytest.mark.gpu
 def test_another_allocation_at_the_same_address_has_another_number() -> None:
     first = cudadriver.allocate(64 << 20, 0)
     address, before = first.address, cudadriver.allocation_ids([first.address], 0)

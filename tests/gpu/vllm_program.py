@@ -33,7 +33,8 @@ class Probe:
 class Trainer(ModelTrainer):
     """One source rank that publishes what it trains."""
 
-    def join(self, mode: str, kinds: tuple[str, ...], verify: str) -> str:
+    def join(self, mode: str, kinds: tuple[str, ...], verify: str, outcomes: str = "") -> str:
+        from rdt_core.outcomes import JsonLines
         from rdt_core.sources import ModuleSource
         from rdt_core.sync import WeightSync
 
@@ -46,6 +47,7 @@ class Trainer(ModelTrainer):
             kinds=kinds,
             verify=verify,
             timeout_s=120,
+            observers=[JsonLines(outcomes)] if outcomes else None,
         )
         return self.sync.mode
 
@@ -134,6 +136,7 @@ def main() -> int:
     parser.add_argument("--quantization", default="", help="vLLM's own, e.g. fp8: compared with its reload from disk")
     parser.add_argument("--every", action="store_true", help="compare checksums after every sync, not only the last")
     parser.add_argument("--never", action="store_true", help="compare nothing: times only, and exit status 1")
+    parser.add_argument("--outcomes", default="", help="file for what became of every sync, for `rdt trace`")
     parser.add_argument("--scratch", default="/dev/shm/rdt-checkpoints", help="folder for checkpoints")
     arguments = parser.parse_args()
     from rdt_vllm.server import launch
@@ -167,7 +170,7 @@ def main() -> int:
             verify = rest[0] if rest else "off"
             entry: dict = {"mode": mode, "kind": kind, "verify": verify}
             result["cells"].append(entry)
-            ray.get(trainer.join.remote(mode, (kind,), verify))
+            ray.get(trainer.join.remote(mode, (kind,), verify, arguments.outcomes))
             entry["attach_s"] = round(ray.get(trainer.attach.remote(server)), 2)
             seconds, differing = [], []
             for number in range(arguments.rounds):

@@ -211,6 +211,9 @@ class Allocations:
     parameter can then lie where it lay, in memory that no reader ever mapped. Empty for CPU tensors, whose storages a
     publisher keeps alive, so that nothing else can take their addresses.
 
+    What torch's own allocator took with `cudaMalloc` is given back by that alone, which counts how often: it is asked about only
+    when the count is another one. All else is asked about every time.
+
     Args:
         tensors: whose memory is looked up.
     """
@@ -228,6 +231,9 @@ class Allocations:
             base, size = cudadriver.allocation(address, device)
             self._bases.setdefault(device, {})[base] = None
             ranges.append((base, base + size))
+        counted = {device: _is_counted(bases, device) for device, bases in self._bases.items()}
+        self._counted = {device for device, is_counted in counted.items() if is_counted}
+        self._known: dict[int, tuple[int, tuple[int, ...]]] = {}  # count and numbers, by device
 
     def ids(self) -> tuple[int, ...]:
         """One number for each allocation, other numbers once one was given back.
@@ -235,9 +241,31 @@ class Allocations:
         Raises:
             TransportError: there is no memory any more where one of them was.
         """
-        return tuple(
-            number for device, bases in self._bases.items() for number in cudadriver.allocation_ids([*bases], device)
-        )
+        return tuple(number for device in self._bases for number in self._ask(device))
+
+    def _ask(self, device: int) -> tuple[int, ...]:
+        if device not in self._counted:
+            return cudadriver.allocation_ids([*self._bases[device]], device)
+        count = _given_back(device)  # first: what is given back meanwhile is noticed the next time
+        known = self._known.get(device)
+        if known is None or known[0] != count:
+            known = self._known[device] = count, cudadriver.allocation_ids([*self._bases[device]], device)
+        return known[1]
+
+
+def _given_back(device: int) -> int:
+    """How often torch's allocator gave memory back to the driver."""
+    return int(torch.cuda.memory_stats(device)["segment.all.freed"])
+
+
+def _is_counted(bases: Iterable[int], device: int) -> bool:
+    """Whether all of these allocations come from `cudaMalloc` through torch's allocator, which counts what it gives back."""
+    try:
+        _given_back(device)
+        taken = {segment["address"] for segment in torch.cuda.memory_snapshot() if segment["device"] == device}
+    except (RuntimeError, KeyError):  # another allocator
+        return False
+    return all(base in taken and cudadriver.exportable(base, device) for base in bases)
 
 
 def is_expandable(tensor: torch.Tensor) -> bool:

@@ -108,7 +108,7 @@ def draw(report: BenchReport, path: Path) -> None:
         one.tick_params(labelsize=8)
         one.grid(axis="x", alpha=0.3)
         one.spines[["top", "right"]].set_visible(False)
-        one.margins(x=0.08)
+        one.margins(x=0.14)
     save_figure(path, figure, path.suffix.removeprefix("."))
 
 
