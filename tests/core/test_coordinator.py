@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import msgspec
 import pytest
 
 from rdt_core import wire
@@ -128,7 +129,9 @@ async def test_sources_returns_manifests_by_rank_once_all_have_joined() -> None:
 async def test_a_deadline_names_the_source_ranks_that_did_not_join() -> None:
     coordinator = Coordinator(GROUP, 3, STALL_S)
     await coordinator.join(wire.encode(source(1, 3)), token(1))
-    with pytest.raises(DeadlineError, match=r"'policy': waited 60 s for all 3 source ranks to join; no answer from"):
+    with pytest.raises(
+        DeadlineError, match=r"for all 3 source ranks to join \(every rank .* counts all of them.*\); no"
+    ):
         await coordinator.sources(WAIT_S)
     with pytest.raises(DeadlineError, match=r"source rank 0, source rank 2$"):
         await coordinator.sources(0)
@@ -684,6 +687,18 @@ async def test_accounts_of_an_incarnation_that_is_gone_or_after_the_commit_are_r
     await group.account(sync, 1)
     with pytest.raises(SyncError, match="reports otherwise than before"):
         await group.coordinator.done(wire.encode(report("a/0", 1, bytes=1)), sync)
+
+
+@virtual
+async def test_calls_that_travel_as_one_message_are_those_of_a_sync() -> None:
+    group = await Group.make(1, a=1)
+    sync = await group.begin(1)
+    await group.publish(sync)
+    call = msgspec.msgpack.encode(("enter", ("a/0", "first", 1, WAIT_S)))
+    assert msgspec.msgpack.decode(await group.coordinator.plain(call)) == [sync, "off"]
+    with pytest.raises(WireError, match="'detach' is no call that travels as one message"):
+        await group.coordinator.plain(msgspec.msgpack.encode(("detach", ("a",))))
+    assert await group.states() == {"a": "updating"}
 
 
 @virtual

@@ -444,17 +444,14 @@ def test_a_sync_that_needs_nothing_of_a_source_rank_asks_nothing_of_it(group, mo
     assert sorted(calls) == ["begin", "begin", "commit", "done", "enter", "outcome"]
 
 
-def asked_late(made, monkeypatch) -> list[bool]:
-    """Whether a reader had read something of the sync when it waited for the coordinator's word, for each pull."""
+def asked_late(made, monkeypatch) -> list[tuple[bool, bool]]:
+    """For each pull: whether the reader said that it reads already, and whether it had what it asked for."""
     post, found = LocalControl._post, []
-    module = made.workers[0].module
 
     def watched(self, method, args):
-        before = module.norm.detach().clone()
-        wait = post(self, method, args)
-        if method != "enter":
-            return wait
-        return lambda limit_s: (found.append(not torch.equal(before, module.norm)), wait(limit_s))[1]
+        if method == "enter":
+            found.append((args[4], torch.equal(made.workers[0].module.norm, whole("norm.weight", args[2]))))
+        return post(self, method, args)
 
     monkeypatch.setattr(LocalControl, "_post", watched)
     return found
@@ -477,7 +474,8 @@ def test_a_reader_asks_while_it_reads_what_holds_still_since_the_sync_began(grou
     for version in (1, 2, 2, 3):
         made.publish(version)
         assert_serves(made, version)
-    assert asked == [False, early, False, early], "not before links are made, nor for a version that is served"
+    # not before links are made, nor for a version that is served
+    assert asked == [(False, False), (early, early), (False, True), (early, early)]
 
 
 @pytest.mark.parametrize(("mode", "version", "torn"), [("live", 3, True), ("live", 2, False), ("snapshot", 3, False)])

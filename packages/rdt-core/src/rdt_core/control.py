@@ -15,10 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from . import wire
 from .checks import Landed
 from .coordinator import Coordinator
 from .errors import CoordinatorLostError, DeadlineError, RdtError, SyncError
+from .synccalls import PLAIN
 
 
 class Control(ABC):
@@ -349,6 +352,9 @@ class RayControl(Control):
     def _post(self, method: str, args: tuple[Any, ...]) -> Callable[[float], Any]:
         if self._handle is None:
             raise SyncError(f"the control of group {self.group!r} is closed")
+        if method in PLAIN:
+            plain = self._handle.plain.remote(msgspec.msgpack.encode((method, args)))
+            return lambda limit_s: msgspec.msgpack.decode(self._answer(method, plain, limit_s))
         answer = getattr(self._handle, method).remote(*args)
         return lambda limit_s: self._answer(method, answer, limit_s)
 

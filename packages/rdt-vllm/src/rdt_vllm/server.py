@@ -26,6 +26,9 @@ from .versions import check_vllm
 
 __all__ = ["Generation", "VllmServer", "launch"]
 
+#: seconds that EngineCore gets to end by itself
+SHUTDOWN_S = 20.0
+
 
 class VllmServer:
     """Hosts one engine. Make it an actor with `launch`, or with `ray.remote(VllmServer).options(...)`.
@@ -41,7 +44,10 @@ class VllmServer:
         EngineError: another weight transfer backend was asked for.
     """
 
-    _turn = 0  # counts the calls that begin or end a sync
+    _turn = 0  # counts the calls that begin or end a sync, or stamp the engine
+    _said: str | None = (
+        None  # what the engine says of its version, where the latest such call knows: nobody else stamps it
+    )
 
     def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **engine_args: Any) -> None:
         os.environ.update(env or {})
@@ -119,7 +125,7 @@ class VllmServer:
                 or do so later. So does a later call that ends this sync: nothing is sent after an abort, a resumption, or another
                 sync.
         """
-        self._turn += 1
+        self._next_turn()
         turn, end = self._turn, time.monotonic() + limit_s
         llm = self._llm
 
@@ -132,7 +138,8 @@ class VllmServer:
             left_s = max(end - time.monotonic(), 1.0)
             await llm.update_weights(UpdateRequest({"version": version, "timeout_s": left_s}))
 
-        stamp = partial(llm.update_weight_version, f"{RECEIVING}{version}")
+        said = f"{RECEIVING}{version}"
+        stamp = partial(llm.update_weight_version, said)
         seconds = dict.fromkeys(STEPS, 0.0)
         for together in (
             (("pause", pause), ("begin", llm.start_weight_update)),
@@ -154,12 +161,20 @@ class VllmServer:
                 for _, one in sent:  # EngineCore executes what was sent, whether or not somebody waits
                     if not one.cancel() and not one.cancelled():
                         one.exception()  # seen: the first failure is told
+        if turn == self._turn:
+            self._said = said
         return seconds
+
+    def _next_turn(self) -> None:
+        self._turn += 1
+        self._said = None
 
     async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
         """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
-        self._turn += 1
-        before = await self._llm.get_weight_version()
+        before = self._said
+        self._next_turn()
+        if before is None:
+            before = await self._llm.get_weight_version()
         if before != expected:
             return before, before
         llm = self._llm
@@ -171,7 +186,7 @@ class VllmServer:
 
     async def resume_generation(self) -> None:
         """See `AsyncLLM.resume_generation`."""
-        self._turn += 1
+        self._next_turn()
         await self._llm.resume_generation()
 
     async def is_paused(self) -> bool:
@@ -192,7 +207,7 @@ class VllmServer:
 
     async def update_weights(self, request: Any) -> None:
         """See `AsyncLLM.update_weights`."""
-        self._turn += 1  # a pull by itself, or an abort: no sync in one call goes on
+        self._next_turn()  # a pull by itself, or an abort: no sync in one call goes on
         await self._llm.update_weights(request)
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -201,6 +216,7 @@ class VllmServer:
 
     async def update_weight_version(self, new_version: str) -> None:
         """See `AsyncLLM.update_weight_version`."""
+        self._next_turn()
         await self._llm.update_weight_version(new_version)
 
     async def get_weight_version(self) -> str:
@@ -221,9 +237,14 @@ class VllmServer:
         """Raises if the engine died."""
         await self._llm.check_health()
 
-    async def shutdown(self) -> None:
-        """Ends EngineCore and the workers. Idempotent."""
-        self._llm.shutdown()
+    async def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
+        """Ends EngineCore and the workers. Idempotent.
+
+        Args:
+            timeout_s: seconds that EngineCore gets to end its workers and unlink their shared memory, before it is killed and the
+                memory stays. vLLM's own default of 5 is less than a busy machine takes.
+        """
+        self._llm.shutdown(timeout=timeout_s)
 
 
 def _generation(sample: Any) -> Generation:

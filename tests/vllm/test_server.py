@@ -1,0 +1,161 @@
+"""What `VllmServer` sends to its engine in a sync that it takes in one call, and in which order. No engine runs here.
+
+vLLM's client sends a call before anything else runs, and EngineCore executes calls in the order in which they come: the engine
+below does the same. That both are so in vLLM itself is seen by the syncs of test_sync.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rdt_core.engines import STEPS
+from rdt_core.errors import EngineError
+from rdt_vllm.protocol import AT_STEP, RECEIVING
+from rdt_vllm.server import VllmServer
+
+pytestmark = pytest.mark.unit
+
+
+class Engine:
+    """Executes one call after the other.
+
+    Attributes:
+        calls: in the order of their execution, with the calls that were sent and not executed yet.
+        fails: calls that fail.
+        hangs: calls that take for ever, and all after them.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[str, ...]]] = []
+        self.fails: set[str] = set()
+        self.hangs: set[str] = set()
+        self.says = "6"
+        self.on: dict[str, Callable[[], None]] = {}
+        self._queue: list[tuple[str, asyncio.Future[Any], Callable[[], Any]]] = []
+        self.engine_core = SimpleNamespace(pause_scheduler_async=lambda **_: self._send("pause"))
+        self.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0))
+
+    async def _send(self, name: str, run: Callable[[], Any] = lambda: None) -> Any:
+        done = asyncio.get_running_loop().create_future()
+        self._queue.append((name, done, run))
+        if len(self._queue) == 1:
+            asyncio.get_running_loop().call_later(0.001, self._execute)
+        return await done
+
+    def _execute(self) -> None:
+        while self._queue:
+            name, done, run = self._queue[0]
+            if name in self.hangs:
+                return
+            self.calls.append((name, tuple(waiting for waiting, *_ in self._queue[1:])))
+            self.on.get(name, lambda: None)()
+            del self._queue[0]
+            if done.cancelled():
+                continue
+            if name in self.fails:
+                done.set_exception(RuntimeError(f"{name} broke"))
+            else:
+                done.set_result(run())
+
+    def start_weight_update(self) -> Coroutine[Any, Any, None]:
+        return self._send("start")
+
+    def update_weights(self, request: Any) -> Coroutine[Any, Any, None]:
+        return self._send("update")
+
+    def finish_weight_update(self) -> Coroutine[Any, Any, None]:
+        return self._send("finish")
+
+    def update_weight_version(self, version: str) -> Coroutine[Any, Any, None]:
+        return self._send(f"stamp {version}", lambda: setattr(self, "says", version))
+
+    def get_weight_version(self) -> Coroutine[Any, Any, str]:
+        return self._send("ask", lambda: self.says)
+
+    def resume_generation(self) -> Coroutine[Any, Any, None]:
+        return self._send("resume")
+
+
+@pytest.fixture
+def made() -> tuple[VllmServer, Engine]:
+    server, engine = VllmServer.__new__(VllmServer), Engine()
+    server._llm = engine
+    return server, engine
+
+
+def receive(server: VllmServer, limit_s: float = 5.0) -> Coroutine[Any, Any, dict[str, float]]:
+    return server.receive_version(7, mode="keep", clear_cache=True, limit_s=limit_s)
+
+
+def test_a_sync_is_sent_in_two_parts_and_its_stamp_in_one(made):
+    server, engine = made
+
+    async def main() -> None:
+        assert (await receive(server)).keys() == set(STEPS)
+        assert await server.stamp_and_resume(f"{RECEIVING}7", "7") == (f"{RECEIVING}7", "7")
+
+    asyncio.run(main())
+    names = [name for name, _ in engine.calls]
+    assert sorted(names[:2]) == ["pause", "start"]
+    assert names[2:] == [f"stamp {RECEIVING}7", "update", "finish", "stamp 7", "resume", "ask"]
+    assert engine.calls[2][1] == ("update", "finish")
+    assert engine.calls[5][1] == ("resume", "ask")
+
+
+def test_nothing_of_the_second_part_is_sent_before_the_engine_has_paused(made):
+    server, engine = made
+    engine.hangs = {"pause"}
+    with pytest.raises(EngineError, match=f"{AT_STEP}pause; it was not done 0.05 s after"):
+        asyncio.run(receive(server, 0.05))
+    assert {name for name, _ in engine.calls} <= {"start"}
+
+
+@pytest.mark.parametrize(
+    ("broken", "step"), [("pause", "pause"), ("start", "begin"), ("update", "pull"), ("finish", "finish")]
+)
+def test_the_first_step_that_fails_is_named(made, broken, step):
+    server, engine = made
+    engine.fails = {broken, "finish"}
+
+    async def main() -> None:
+        with pytest.raises(EngineError, match=f"{AT_STEP}{step}; RuntimeError: {broken} broke"):
+            await receive(server)
+        engine.calls.clear()
+        assert await server.stamp_and_resume(f"{RECEIVING}7", "7") != (f"{RECEIVING}7", "7") or step in STEPS[2:]
+        assert engine.calls[0][0] == "ask", "what a sync that failed left is not known"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("call", ["resume_generation", "update_weights", "update_weight_version"])
+def test_a_call_that_ends_a_sync_keeps_its_second_part_from_being_sent(made, call):
+    server, engine = made
+
+    async def main() -> None:
+        ended: list[asyncio.Task[Any]] = []
+        arguments = {"update_weights": (SimpleNamespace(),), "update_weight_version": ("6",)}.get(call, ())
+        engine.on["pause"] = lambda: ended.append(asyncio.ensure_future(getattr(server, call)(*arguments)))
+        with pytest.raises(EngineError, match=f"{AT_STEP}pull; its sync was ended by a later call"):
+            await receive(server)
+        await asyncio.gather(*ended)
+
+    asyncio.run(main())
+    assert not {name for name, _ in engine.calls} & {"finish", f"stamp {RECEIVING}7"}
+
+
+def test_an_engine_that_was_stamped_since_is_asked_and_left_alone(made):
+    server, engine = made
+
+    async def main() -> None:
+        await receive(server)
+        await server.update_weight_version("3")
+        engine.calls.clear()
+        assert await server.stamp_and_resume(f"{RECEIVING}7", "7") == ("3", "3")
+
+    asyncio.run(main())
+    assert [name for name, _ in engine.calls] == ["ask"]
