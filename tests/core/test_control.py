@@ -235,7 +235,7 @@ def test_errors_cross_the_actor_with_class_and_text(ray_cluster: Cluster) -> Non
             lambda: again.join(source(1, 2, tensors=OTHER), token(1)),
         ),
         (WireError, "source rank 9: outside its world of 2", lambda: again.join(source(9, 2), token(9))),
-        (DeadlineError, "group 'policy': waited 0.2 s for all 2 source ranks to join; no", lambda: again.sources(0.2)),
+        (DeadlineError, "waited 0.2 s for all 2 source ranks to join (every rank calls", lambda: again.sources(0.2)),
         (
             SyncError,
             "stale: sync 5 of group 'policy' is over; none has begun",
@@ -267,6 +267,11 @@ def test_a_group_that_is_not_there_is_named_with_those_that_are(ray_cluster: Clu
         "rdt.other in namespace 'elsew",
     ):
         assert part in str(found.value)
+    assert "Start the trainer first" in str(found.value)
+    with pytest.raises(
+        DeadlineError, match="source rank 0 that opens it, and it has not joined: source ranks count from 0"
+    ):
+        open_coordinator("other", namespace="here", create=False, timeout_s=0.1, is_source=True)
     with pytest.raises(MembershipError, match="without a world_size"):
         open_coordinator("other", namespace="here", create=True, timeout_s=1)
     kept.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,8 @@ def test_a_token_that_is_not_sent(home: Path) -> None:
     assert has_token()
     told = way_out(SILENT)
     assert "RAY_AUTH_MODE is not set" in told
-    assert "RAY_AUTH_MODE=token here" in told
+    assert f"process {os.getpid()} on {socket.gethostname()} sends none" in told
+    assert "start that process with RAY_AUTH_MODE=token" in told
     assert "RAY_AUTH_MODE=disabled on both sides" in told
     assert "secret" not in told
 
@@ -48,7 +51,9 @@ def test_what_ray_says_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_token_that_the_cluster_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "another")
-    assert "does not take this process's token" in way_out(RuntimeError("AuthenticationError: invalid"))
+    assert f"does not take the token of process {os.getpid()} on " in way_out(
+        RuntimeError("AuthenticationError: invalid")
+    )
     assert way_out(SILENT) == ""
 
 

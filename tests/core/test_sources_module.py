@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +110,46 @@ def test_dtype_on_the_wire() -> None:
     assert declared(chosen)["layer.weight"][1] == "bfloat16"
     with pytest.raises(SourceError, match=r"'bias' would have dtype 'complex64'.*known: bool"):
         ModuleSource(module, dtype=lambda name, own: torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "told"),
+    [
+        ("bf16", r"dtype='bf16' is a str; expected a torch\.dtype, a function .*: e\.g\. dtype=torch\.bfloat16$"),
+        ("bfloat16", r"dtype='bfloat16' is a str; .*: write dtype=torch\.bfloat16$"),
+        (float, r"dtype=<class 'float'> is a type; expected a torch\.dtype"),
+        (
+            lambda name, own: "bf16",
+            r"dtype= gave 'bf16' for 'weight', a str; expected a torch\.dtype, or None for its own",
+        ),
+    ],
+)
+def test_what_is_no_dtype(dtype: Any, told: str) -> None:
+    with pytest.raises(SourceError, match=told):
+        ModuleSource(nn.Linear(3, 2), dtype=dtype)
+
+
+def test_a_megatron_model_is_told_where_it_belongs(caplog: pytest.LogCaptureFixture) -> None:
+    kind = type("ColumnParallelLinear", (nn.Linear,), {"__module__": "megatron.core.tensor_parallel.layers"})
+    model = nn.Sequential(kind(3, 2))
+    ModuleSource(model, rename={"0.": "lm_head."})  # who maps its names knows
+    assert not caplog.records
+    ModuleSource(model)
+    assert "rdt_megatron.MegatronSource declares such a model as its checkpoint" in caplog.text
+
+
+def test_a_source_that_narrows_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "rdt_core.sources.dtypes"):
+        ModuleSource(nn.Linear(3, 2))
+        ModuleSource(nn.Linear(3, 2), dtype=torch.float64)
+        assert not caplog.records
+        ModuleSource(nn.Linear(3, 2), dtype=torch.bfloat16)
+        ModuleSource(nn.Linear(3, 2), dtype=torch.float8_e4m3fn)
+    narrow = "2 tensors travel in fewer bits than their parameters have: float32 -> "
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("INFO", f"{narrow}bfloat16"),
+        ("WARNING", f"{narrow}float8_e4m3fn, cast as they are, without scales"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,35 @@ def _add(module: Model) -> None:
     _move(module)
 
 
+class Megatronlike(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.word_embeddings = torch.nn.Linear(4, 6, bias=False)
+        self.norm = torch.nn.Parameter(torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("trained", "told"),
+    [
+        (
+            Megatronlike(),
+            (
+                r"kept=\. Of 2 tensors that are offered its loaders take 1, and not 'word_embeddings\.weight': these are "
+                "Megatron's own names; rdt_megatron.MegatronSource declares such a model as its checkpoint$"
+            ),
+        ),
+        (
+            torch.nn.Linear(4, 6),
+            r"take 0, and not 'weight', 'bias': they are no names of its checkpoint; rename= of the source maps them$",
+        ),
+    ],
+    ids=["megatron", "other"],
+)
+def test_names_that_are_no_checkpoints_are_said(pair, trained, told):
+    with pytest.raises(CoverageError, match=told):
+        pair(torch.nn.ParameterDict({"embed": torch.zeros(6, 4), "norm": torch.zeros(4)}), trained)
+
+
 @pytest.mark.parametrize("change", [_replace, _move, _add])
 def test_served_parameters_that_were_replaced_are_never_taken_for_updated(pair, change):
     made = pair(Model(), kept=("more",))

@@ -665,6 +665,44 @@ def test_a_predecessor_does_not_come_back_through_another_coordinator(world):
     assert served(replica) == ({3}, {3.0})
 
 
+def test_a_replica_that_cannot_be_attached_goes_on_and_one_that_is_attached_late_is_paused(world, caplog):
+    made = world()
+    made.good(1)
+    workers = [ModuleWorker(build, 0, 1, None, made.control, made.exchange)]
+    late = Replica(workers, "late")
+    late.breaks["connect"] = failing("nothing listens")
+    with caplog.at_level("INFO", "rdt_core.sync"):
+        with pytest.raises(EngineError, match=r"replica 'late': nothing listens$"):
+            made.syncs[0].attach(late)
+        assert not late.paused
+        assert not [line for line in caplog.messages if line.startswith("replica")]
+        late.breaks.clear()
+        made.syncs[0].attach(late)
+    assert late.paused
+    (line,) = [line for line in caplog.messages if line.startswith("replica")]
+    assert line == (
+        f"replica 'late' is paused until it has version 1 of {GROUP!r}: sync.catch_up() on every source rank brings it there, "
+        "or the next publish"
+    )
+    assert not [error for error in made.all(lambda sync: sync.catch_up()) if isinstance(error, RdtError)]
+    assert not late.paused
+
+
+def test_a_member_that_cannot_be_connected_again_stays_paused_and_the_error_says_so(world):
+    made = world()
+    replica = made.replica("a")
+    made.good(1)
+    replica.breaks["connect"] = failing("nothing listens")
+    with pytest.raises(
+        EngineError, match=f"replica 'a': nothing listens. It is paused until it has version 1 of {GROUP!r}"
+    ):
+        made.syncs[0].reconnect(replica)
+    assert replica.paused
+    replica.breaks.clear()
+    made.syncs[0].reconnect(replica)
+    assert not replica.paused  # it serves the group's version
+
+
 def test_a_predecessor_neither_fails_a_sync_nor_touches_an_engine(world):
     made = world()
     replica = made.replica("a")

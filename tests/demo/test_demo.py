@@ -39,6 +39,16 @@ def _command(checkpoint: Path, out: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "rdt_core.cli", "demo", "--model", str(checkpoint), "--out", str(out), *arguments]
 
 
+def _unmapped() -> set[str]:
+    """Shared memory of vLLM's message queues that no process has mapped."""
+    mapped = set()
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            mapped |= {line.split()[-1] for line in maps.splitlines() if "/dev/shm/psm_" in line}
+    return {str(path) for path in Path("/dev/shm").glob("psm_*")} - mapped
+
+
 def _payload(checkpoint: Path, itemsize: int) -> int:
     from safetensors import safe_open
 
@@ -48,13 +58,17 @@ def _payload(checkpoint: Path, itemsize: int) -> int:
 
 
 def test_json_is_the_report_and_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
+    before = _unmapped()
     result = _run(_command(checkpoint, tmp_path, "--steps", "2", "--json"))  # all anew, as a user's
     assert result.returncode == 0, result.stderr
+    assert _unmapped() <= before, "the engine left shared memory behind"
     report = json.loads(result.stdout)
     assert result.stdout == (tmp_path / "report.json").read_text()
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
-    assert set(report) == {"trainer", "engine", "model", "steps"}
+    assert set(report) == {"trainer", "engine", "model", "rdt", "date", "mode_reason", "checkpoint", "steps"}
+    assert 0 <= report["checkpoint"]["reward"] <= 1
+    assert report["checkpoint"]["max_abs_logprob_error"] < 1e-4
     assert report["trainer"] == "fsdp:ranks=2"
     assert report["engine"].startswith("vllm 0.")
     assert report["model"] == checkpoint.name

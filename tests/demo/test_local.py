@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -38,6 +40,42 @@ def test_an_orphan_is_ended_and_what_was_there_before_is_not() -> None:
     finally:
         before.kill()
         before.wait()
+
+
+# makes shared memory, and tells its name
+OWNER = (
+    "import sys; from multiprocessing import shared_memory as s; a = s.SharedMemory(create=True, size=4096); "
+    "print(a.name, flush=True); sys.stdin.read()"
+)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_shared_memory_of_a_process_that_was_killed_is_removed_unless_somebody_has_it(is_shared: bool) -> None:
+    family = Family()
+    outside = None
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        path = Path("/dev/shm", owner.stdout.readline().strip())
+        if is_shared:
+            with path.open("r+b") as file:
+                outside = mmap.mmap(file.fileno(), 4096)
+        family.note()
+        for process in (
+            *psutil.Process(owner.pid).children(),
+            owner,
+        ):  # the tracker first, as a machine without memory may
+            process.kill()
+    try:
+        assert path.exists()
+        family.end(grace_s=0.5)
+        assert path.exists() == is_shared
+    finally:
+        if outside is not None:
+            outside.close()
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.integration

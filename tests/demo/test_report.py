@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rdt_core.demo import show
-from rdt_core.demo.report import DemoReport, StepReport, draw
+from rdt_core.demo.report import CheckpointReport, DemoReport, StepReport, draw
 from rdt_core.wire import LinkReport
 
 pytestmark = pytest.mark.unit
@@ -34,12 +34,17 @@ def _step(version: int) -> StepReport:
 
 
 def _report() -> DemoReport:
-    return DemoReport(trainer="fsdp:ranks=2", engine="paper 1", model="tiny", steps=(_step(1), _step(2)))
+    return DemoReport(
+        trainer="fsdp:ranks=2", engine="paper 1", model="tiny", rdt="1.2.3", date="2026-01-02T03:04:05+00:00",
+        mode_reason="asked for", checkpoint=CheckpointReport(reward=0.05, max_abs_logprob_error=2e-6),
+        steps=(_step(1), _step(2)),
+    )  # fmt: skip
 
 
 def test_the_json_has_exactly_these_fields() -> None:
     data = json.loads(_report().json())
-    assert set(data) == {"trainer", "engine", "model", "steps"}
+    assert set(data) == {"trainer", "engine", "model", "rdt", "date", "mode_reason", "checkpoint", "steps"}
+    assert data["checkpoint"] == {"reward": 0.05, "max_abs_logprob_error": 2e-6}
     assert [set(step) for step in data["steps"]] == [
         {"version", "reward", "seconds", "phases", "bytes", "mode", "links", "max_abs_logprob_error"}
     ] * 2
@@ -48,7 +53,7 @@ def test_the_json_has_exactly_these_fields() -> None:
 
 def test_the_table_has_a_row_for_each_version() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(show.table([_step(1), _step(2)], 0.05, 2e-6))
+    console.print(show.table(_report()))
     text = console.export_text()
     rows = [line for line in text.splitlines() if "│" in line]
     assert [row.split("│")[1].strip() for row in rows] == ["0", "1", "2"]
@@ -66,5 +71,5 @@ def test_links_of_no_bytes_have_no_rate() -> None:
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
-    draw(_report(), 0.05, tmp_path / "report.png")
+    draw(_report(), tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

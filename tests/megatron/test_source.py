@@ -185,6 +185,15 @@ def test_configurations_that_contradict_the_model(changes: dict[str, Any], text:
 def test_no_configuration_in_a_folder(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no Hugging Face configuration can be read from .*config\.json"):
         source(chunk({0: LOCAL}, OUTSIDE), tmp_path)
+    with pytest.raises(
+        SourceError, match=r"folder with config\.json on this node, .* names on the hub are not looked up"
+    ):
+        source(chunk({0: LOCAL}, OUTSIDE), "Qwen/Qwen3-8B")
+
+
+def test_a_dtype_by_name_is_refused() -> None:
+    with pytest.raises(SourceError, match=r"dtype='bf16' is a str; expected a torch\.dtype"):
+        source(chunk({0: LOCAL}, OUTSIDE), dtype="bf16")
 
 
 def test_a_parameter_without_a_rule_is_named_with_the_rule_to_write() -> None:

@@ -49,7 +49,7 @@ ORDER = (
     ("versions", "geometry", "layout", "gpus", "placement", "notation", "timeline", "settings"),
     ("declared", "commandline", "trainers"),
     ("tracing", "routing", "sources", "memory"),
-    ("landing", "planning", "transport"),
+    ("landing", "planning", "precision", "transport"),
     ("linking", "digests"),
     ("verifying",),
     ("synccalls",),

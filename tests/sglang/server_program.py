@@ -49,10 +49,13 @@ class Run:
         self.results.setdefault("names", []).append(ray.get(self.server.ready.remote(), timeout=420))
         self.results.setdefault("start_s", []).append(time.monotonic() - began)
 
-    def attach(self, name: str, **options: Any) -> Any:
+    def attach(self, name: str, *, steps: bool = False, **options: Any) -> Any:
         from rdt_sglang import SglangRayEngine
 
         client = SglangRayEngine(self.server, name=name, **options)
+        assert client.receive is not None
+        if steps:
+            client.receive = None
         self.trainers.first("attach", client)
         return client
 
@@ -108,6 +111,9 @@ class Run:
         self.sync(retracting, 11)
         self.sync(retracting, 12)
         results["retract"] = self.in_flight(retracting, 21)
+        began = time.monotonic()
+        self.faults(retracting)
+        results["faults_s"] = time.monotonic() - began
         self.trainers.first("detach", "retracting")
         freezing = self.attach("freezing", pause="in_place", cache="keep")
         results["in_place"] = self.in_flight(freezing, 22)
@@ -115,6 +121,36 @@ class Run:
         results["imported"] = self.trainers.imported("sglang")
         self.killed()
         self.restart()
+
+    def faults(self, client: Any) -> None:
+        """A sync fails before a byte moves, and one half-way; the next one is whole."""
+        import ray
+
+        from rdt_core.web import Web
+
+        found = self.results["faults"] = {}
+        web = Web(ray.get(self.server.url.remote(), timeout=30))
+        web.post("begin_weight_update", {}, deadline=soon())  # SGLang's own: no sync begins beside it
+        found["refused"] = self.failing(client, "publish", self.version + 1)
+        web.post("end_weight_update", {}, deadline=soon())
+        found["half_way"] = self.failing(client, "publish_until", self.version + 1, 2, fail)
+        found["generates"] = raised(lambda: ray.get(self.server.generate.remote(PROMPTS[0], GREEDY), timeout=60))
+        self.sync(client, 25)
+
+    def failing(self, client: Any, method: str, *arguments: Any) -> dict[str, Any]:
+        """Publishes what fails, on the second rank by a method of its own. What it leaves, and what the engine says before it."""
+        import ray
+
+        before = client.version(deadline=soon())
+        self.trainers.all("set", 24)
+        self.version += 1
+        first, second = self.trainers.ranks
+        refs = [first.publish.remote(self.version), getattr(second, method).remote(*arguments)]
+        return {
+            "errors": [raised(lambda ref=ref: ray.get(ref, timeout=170)) for ref in refs], "before": before,
+            "said": client.version(deadline=soon()), "status": client.status(deadline=soon()),
+            "stamp": ray.get(self.server.get_weight_version.remote(), timeout=30), "version": self.version,
+        }  # fmt: skip
 
     def killed(self) -> None:
         """The scheduler of rank 1 is killed when it has some of a sync's bytes."""
@@ -151,7 +187,7 @@ class Run:
         self.trainers.first("detach", "freezing")
         self.launch([1], 1)
         self.results["files"] += self.files()
-        client = self.attach("again")
+        client = self.attach("again", steps=True)
         self.results["before_again"] = client.version(deadline=soon())
         self.version += 1
         self.sync(client, 41)
@@ -171,6 +207,11 @@ class Run:
             found |= {one.path for one in process.memory_maps() if one.path.startswith("/dev/shm/sgl")}
             found |= {one.path for one in process.open_files() if one.path.startswith("/dev/shm/sgl")}
         return sorted(found)
+
+
+def fail() -> None:
+    time.sleep(1.0)  # the readers have some of the bytes by then
+    raise RuntimeError("the trainer ran into something")
 
 
 def wait_here(mark: Path) -> None:

@@ -394,7 +394,10 @@ def test_a_server_of_ours_takes_a_sync_in_one_call(ray_get):
     server.asked.clear()
     client.abort(7, "too late", deadline=soon())
     assert server.asked == []
-    client.pause(deadline=soon())
+    client = received(server, 8)
+    client.commit(8, deadline=soon())
+    server.asked.clear()
+    client.pause(deadline=soon())  # whatever resumed it is over
     client.resume(deadline=soon())
     assert server.asked == ["pause_generation", "continue_generation"]
 

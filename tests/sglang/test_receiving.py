@@ -4,15 +4,22 @@ fails in the same places: test_server.py."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rdt_core.engines import STEPS
 from rdt_core.errors import EngineError, StepError
+from rdt_sglang import receiving
+from rdt_sglang.callers import ActorCaller
+from rdt_sglang.protocol import CALLS
 from rdt_sglang.receiving import OneCall
+from rdt_sglang.server import SGLangServer
 
 pytestmark = pytest.mark.unit
 
@@ -204,12 +211,14 @@ def test_who_died_is_told_and_not_who_was_ended_after_it():
 
 
 @pytest.mark.parametrize("held", ALL)
-def test_a_step_that_is_not_done_in_time_is_named(held):
+def test_a_step_that_is_not_done_in_time_is_named(held, monkeypatch):
+    monkeypatch.setattr(receiving, "_GRACE_S", 0.01)
+
     async def body() -> None:
         engine = Engine(held)
         began = time.monotonic()
         with pytest.raises(StepError, match=r"was not done 0\.1 s after it began") as caught:
-            await engine.sync(0.1)
+            await engine.sync(0.05)
         assert time.monotonic() - began < 5
         assert caught.value.step == {"stamp receiving 7": "begin", "flush": "finish", "pause retract": "pause"}.get(
             held, held
@@ -273,5 +282,63 @@ def test_an_engine_that_is_another_one_is_neither_stamped_nor_resumed(said):
         engine = Engine(said=said)
         assert await engine.calls.stamp_and_resume("receiving 7", "7") == (said, said)
         assert engine.sent == []
+
+    asyncio.run(body())
+
+
+class Server(SGLangServer):
+    """The server actor's own calls to its schedulers, without an engine: they are noted, and answered when `open` is set."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.open = threading.Event()
+        self._pool = ThreadPoolExecutor(1)  # whatever needs a thread waits for the call before it
+        self._engine = SimpleNamespace(handles=[self], check=lambda: None)  # type: ignore[assignment]
+        self._syncs = OneCall(self, self._tell, lambda: None)
+
+    def __getattr__(self, method: str) -> Any:
+        if method not in {name for name, _ in CALLS.values()}:
+            raise AttributeError(method)
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **_: self.sent.append(method)))
+
+    async def pause_generation(self, mode: str = "retract") -> None:
+        pass
+
+    async def update_weight_version(self, version: str) -> None:
+        pass
+
+    async def get_weight_version(self) -> str:
+        return "6"
+
+
+@pytest.fixture
+def slow_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(caller: ActorCaller, name: str, refs: Sequence[Any], *, deadline: float) -> list[dict[str, Any]]:
+        assert caller.handles[0].open.wait(20)
+        return [{}]
+
+    monkeypatch.setattr(ActorCaller, "answers", answers)
+
+
+@pytest.mark.parametrize("call", ["begin", "pull", "finish", "abort", "close", "status", "prepare"])
+def test_a_call_to_the_schedulers_comes_after_what_was_sent_and_ends_the_sync_if_it_steps(slow_answers, call):
+    async def body() -> None:
+        server = Server()
+        sync = asyncio.ensure_future(server.receive_version(7, mode="retract", reset_cache=False, limit_s=20.0))
+        await settled()
+        method, wanted = CALLS[call]
+        found = {"version": 7, "timeout_s": 1.0, "reason": "why", "info": {}}
+        asked = asyncio.ensure_future(server.weights(call, {name: found[name] for name in wanted}, 20.0))
+        await settled()
+        assert server.sent == ["begin_weights", method], "in the order in which it was asked, before any answer"
+        server.open.set()
+        await asked
+        if call in ("status", "prepare"):
+            await sync
+            assert server.sent == ["begin_weights", method, "pull_weights", "finish_weights"]
+        else:
+            with pytest.raises(StepError, match="ended by a later call before its pull"):
+                await sync
+            assert server.sent == ["begin_weights", method]
 
     asyncio.run(body())

@@ -103,7 +103,11 @@ class Coordinator(SyncCalls):
         Raises:
             DeadlineError: names the ranks that have not joined.
         """
-        await self._syncs.wait(self._members.joined, timeout_s, f"all {self.world_size} source ranks to join")
+        everybody = (
+            f"all {self.world_size} source ranks to join (every rank calls join at the same time, and world_size counts all of "
+            "them, from rank 0 on)"
+        )
+        await self._syncs.wait(self._members.joined, timeout_s, everybody)
 
     async def sources(self, timeout_s: float) -> tuple[int, list[bytes]]:
         """Returns the epoch and the `SourceManifest` of every rank, in order, once all have joined.

@@ -90,6 +90,34 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return whole(tensor.untyped_storage())
 
 
+#: parts of the names that Megatron gives its parameters, and checkpoints do not
+_MEGATRON = (".linear_qkv.", ".linear_fc1.", ".linear_proj.", "word_embeddings.", "output_layer.")
+
+
+def megatron_names(names: Iterable[str]) -> str:
+    """What to add to a refusal of tensors by these names where they are those of Megatron's parameters; else ""."""
+    if not any(part in name for name in names for part in _MEGATRON):
+        return ""
+    return ": these are Megatron's own names; rdt_megatron.MegatronSource declares such a model as its checkpoint"
+
+
+def foreign_names(result: Trace) -> str:
+    """What to add to a refusal where the names that are offered may be no checkpoint's; "" where the loaders take them all.
+
+    Args:
+        result: a trace of the engine's loaders.
+    """
+    taken = set(result.taken)
+    others = [name for name in result.offered if name not in taken]
+    if not others:
+        return ""
+    shown = ", ".join(map(repr, others[:4])) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+    told = f". Of {len(result.offered)} tensors that are offered its loaders take {len(taken)}, and not {shown}"
+    if known := megatron_names(others):
+        return told + known
+    return told if taken else f"{told}: they are no names of its checkpoint; rename= of the source maps them"
+
+
 class ModuleLanding:
     """Lands in the parameters and buffers of a plain `torch.nn.Module`, all in place.
 
@@ -185,7 +213,7 @@ class ModuleLanding:
             shown = ", ".join(stale[:8]) + (f" and {len(stale) - 8} more" if len(stale) > 8 else "")
             raise CoverageError(
                 f"{len(stale)} parameters of the served module are not reached by what the source offers, or not all of them, "
-                f"and would keep their values: {shown}. Let the source offer them, or name them in kept="
+                f"and would keep their values: {shown}. Let the source offer them, or name them in kept={foreign_names(result)}"
             )
 
     def destinations(self) -> Mapping[str, Destination]:

@@ -7,6 +7,7 @@ with RAY_AUTH_MODE=token. Ray's own error does not always say so. This only expl
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 MODE = "RAY_AUTH_MODE"
@@ -24,6 +25,8 @@ def has_token() -> bool:
 def way_out(error: BaseException) -> str:
     """Returns what to do where a token is the likely reason why Ray did not connect, to be put behind a message, or "".
 
+    It names the process that did not connect, since an engine's error is read in the trainer's traceback.
+
     Args:
         error: that `ray.init` raised.
     """
@@ -32,17 +35,18 @@ def way_out(error: BaseException) -> str:
     unreachable = isinstance(error, TimeoutError) or getattr(error, "errno", None) is not None
     silent = isinstance(error, ConnectionError) and not unreachable and "Could not find any running" not in text
     mode = os.environ.get(MODE, "")
+    who = f"process {os.getpid()} on {socket.gethostname()}"
     if mode.lower() == "token":
         if not said:
             return ""
         return (
-            ". The cluster does not take this process's token: put that of the cluster's head (`ray get-auth-token` there) "
-            "into ~/.ray/auth_token or RAY_AUTH_TOKEN here"
+            f". The cluster does not take the token of {who}: put that of the cluster's head (`ray get-auth-token` there) "
+            "into ~/.ray/auth_token on that node, or into RAY_AUTH_TOKEN of that process"
         )
     if not said and not (silent and has_token()):
         return ""
     return (
-        f". Ray's clusters ask for a token where they find or make one, and this process sends none ({MODE} is "
-        f"{mode or 'not set'}): set {MODE}=token here, with the token of the cluster's head in ~/.ray/auth_token or "
-        f"RAY_AUTH_TOKEN; or set {MODE}=disabled on both sides, before the cluster starts"
+        f". Ray's clusters ask for a token where they find or make one, and {who} sends none ({MODE} is {mode or 'not set'} "
+        f"there): start that process with {MODE}=token, and the token of the cluster's head in ~/.ray/auth_token of its node or "
+        f"in RAY_AUTH_TOKEN; or set {MODE}=disabled on both sides, before the cluster starts"
     )

@@ -13,6 +13,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from .landing import Landing
 from .linking import make_program, request_digest
 from .memory import Arena, settle
 from .planning import make_plan
+from .precision import check_float8, narrowed
 from .proofs import ReaderProof
 from .rates import LinkRates, Meter, SlowLinks
 from .routing import Routing
@@ -139,6 +141,7 @@ class Receiver:
         routing = Routing(manifests)
         route = routing.choose(self.rank + zlib.crc32(self.replica.encode()), self.world_size, here)
         trace = self.landing.trace(routing.tensors)
+        check_float8(trace.slices, self.name)
         destinations = dict(self.landing.destinations())
         plan = make_plan(trace, destinations, routing, route)
         sources = {manifest.rank: manifest for manifest in manifests}
@@ -215,6 +218,9 @@ class Receiver:
             "%s connected to group %s: %d tensors, %.3f GB a sync, %d chunks, links %s",
             self.name, self.group, len(plan.taken), plan.nbytes / 1e9, len(program.chunks), kinds,
         )  # fmt: skip
+        if any(manifest.mode != "live" for manifest in manifests):  # live: they travel in the trainer's own dtype
+            for line in narrowed(trace.slices):
+                log.warning("%s: %s", self.name, line)
         return declared
 
     def _choose_kind(self, here: wire.NodeMeta, source: wire.SourceManifest) -> str:
@@ -264,11 +270,11 @@ class Receiver:
         phases = dict.fromkeys(("wait", "transfer", "land"), 0.0)
         # one that comes again, or late, must not touch what is served: it waits for the coordinator's word
         early = connection.is_readable_at_once and self._entered is not None and version > self._entered
-        entered = self.control.enter(self.name, connection.manifest.incarnation, version, timeout_s, early=early)
+        enter = partial(self.control.enter, self.name, connection.manifest.incarnation, version, timeout_s, early=early)
 
         def admit() -> ReaderProof | None:
             began = time.perf_counter()
-            self._sync, verify = entered()
+            self._sync, verify = enter()()
             self._timeline.add("wait", began)
             if not early:
                 phases["wait"] = time.perf_counter() - began
@@ -297,7 +303,7 @@ class Receiver:
             self._is_doubted = True
             self.abort(version, f"version {version} failed half-way: {str(error) or repr(error)}")
             try:
-                self._report_failure(entered()[0] if self._sync is None else self._sync, "pull", error)
+                self._report_failure(enter()()[0] if self._sync is None else self._sync, "pull", error)
             except RdtError as refusal:
                 log.debug("%s failed, and was refused as well: %s", self.name, refusal)
             raise

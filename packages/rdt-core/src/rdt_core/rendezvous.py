@@ -31,6 +31,7 @@ def open_coordinator(
     create: bool,
     timeout_s: float,
     stall_timeout_s: float = 600.0,
+    is_source: bool = False,
 ) -> RayControl:
     """Finds the coordinator of a group, an actor named `rdt.GROUP`, or creates it.
 
@@ -44,6 +45,7 @@ def open_coordinator(
         create: create it if it does not exist.
         timeout_s: to find it, or for it to start.
         stall_timeout_s: see `Coordinator`.
+        is_source: a source rank asks, which decides the way out that an error names.
 
     Raises:
         MembershipError: this process is not connected to Ray, or `world_size` is missing.
@@ -91,6 +93,12 @@ def open_coordinator(
         if time.monotonic() >= deadline:
             break
         time.sleep(_POLL_S)
+    where = (
+        "It is source rank 0 that opens it, and it has not joined: source ranks count from 0, and all of them join at the same "
+        "time, with the same group, namespace and cluster address"
+        if is_source
+        else "Start the trainer first, and pass the same group, namespace and cluster address on both sides"
+    )
     others = sorted(
         f"{actor['name']} in namespace {actor['namespace']!r}"
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -99,8 +107,7 @@ def open_coordinator(
     raise DeadlineError(
         f"waited {timeout_s:g} s for the coordinator of group {group!r}, actor {name!r} in namespace {namespace!r} "
         f"of the cluster at {ray.get_runtime_context().gcs_address}: {trouble}. rdt actors there: "
-        f"{'; '.join(others) or 'none'}. "
-        f"Start the trainer first, and pass the same group, namespace and cluster address on both sides"
+        f"{'; '.join(others) or 'none'}. {where}"
     )
 
 

@@ -20,7 +20,18 @@ from .checking import check
 from .control import Control
 from .driver import Driver, Round, side_by_side
 from .engines import EngineClient
-from .errors import CoordinatorLostError, EngineError, MembershipError, RdtError, SyncError, TakenOverError
+from .errors import (
+    CoordinatorLostError,
+    CoverageError,
+    DeadlineError,
+    EngineError,
+    MembershipError,
+    RdtError,
+    SyncError,
+    TakenOverError,
+    TracingError,
+    TransportError,
+)
 from .membership import Membership
 from .metrics import RayMetrics
 from .outcomes import Observer, Watch
@@ -38,6 +49,8 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "rdt"
 _ASK_S = 5.0
+#: what may come of a connect that an engine, or the plan of one, fails
+_OF_AN_ENGINE: tuple[type[RdtError], ...] = (EngineError, DeadlineError, CoverageError, TracingError, TransportError)
 
 
 class WeightSync(Membership):
@@ -167,14 +180,17 @@ class WeightSync(Membership):
             VersionError: Ray or NIXL are missing or too old.
         """
         if not 0 <= rank < world_size:
-            raise MembershipError(f"source rank {rank} is outside its world of {world_size}")
+            raise MembershipError(
+                f"source rank {rank} is outside its world of {world_size}: source ranks count from 0 to world_size - 1, over all "
+                "trainer processes"
+            )
         ensure_ray(address, namespace)
         import ray
 
         def open(limit_s: float) -> Control:
             return open_coordinator(
                 group, namespace=namespace, world_size=world_size, create=rank == 0, timeout_s=limit_s,
-                stall_timeout_s=stall_timeout_s,
+                stall_timeout_s=stall_timeout_s, is_source=True,
             )  # fmt: skip
 
         return cls(
@@ -195,8 +211,9 @@ class WeightSync(Membership):
     def attach(self, client: EngineClient, *, timeout_s: float | None = None) -> None:
         """Adds a replica: it traces, plans, and takes part from the next sync on. On rank 0 only.
 
-        In a group that has a version the replica is paused until a sync has brought it there (`catch_up`, or the next
-        `publish`), so that it never serves what the others do not.
+        In a group that has a version the replica is paused, once it is connected, until a sync has brought it there
+        (`catch_up`, or the next `publish`), so that it never serves what the others do not. One that could not be connected
+        goes on as it did.
 
         Raises:
             MembershipError: another rank than 0, or the replica's name is taken.
@@ -215,7 +232,8 @@ class WeightSync(Membership):
         """Connects an attached replica again, in place, e.g. after its engine was started again. On rank 0 only.
 
         A living engine keeps its links; one that was started again plans and takes its old place. It is paused until the next
-        sync has brought it the version of the group, as after `attach`.
+        sync has brought it the version of the group, as after `attach`; also where it could not be connected, which the error
+        says.
 
         Raises:
             MembershipError: the replica is not attached.
@@ -238,13 +256,33 @@ class WeightSync(Membership):
                 f"replica {client.name!r} cannot be connected: the coordinator of group {self.group!r} died, and the other "
                 "source ranks join a new one with their next publish; publish first (detach replicas that died as well)"
             )
-        if version is not None:
+        known = client.name in self._driver.clients
+        if known and version is not None:  # a member never serves what the others do not
             client.pause(deadline=time.monotonic() + timeout_s)
-        self._driver.connect(self._control, client, timeout_s)
+        try:
+            self._driver.connect(self._control, client, timeout_s)
+            if version is not None and not known:  # only now: one that cannot be connected goes on as it did
+                client.pause(deadline=time.monotonic() + timeout_s)
+        except _OF_AN_ENGINE as error:
+            text = str(error) if repr(client.name) in str(error) else f"replica {client.name!r}: {error}"
+            if known and version is not None:
+                text += (
+                    f". It is paused until it has version {version} of {self.group!r}: reconnect it and call catch_up() on every "
+                    "source rank, or publish"
+                )
+            raise next(kind for kind in _OF_AN_ENGINE if isinstance(error, kind))(text) from error
         self._driver.clients[client.name] = client
+        if version is None:
+            return
         serves = {one.name: one.version for one in self._control.status().replicas}
-        if version is not None and serves.get(client.name) == version:
+        if serves.get(client.name) == version:
             client.resume(deadline=time.monotonic() + timeout_s)
+        else:
+            log.info(
+                "replica %r is paused until it has version %d of %r: sync.catch_up() on every source rank brings it there, or "
+                "the next publish",
+                client.name, version, self.group,
+            )  # fmt: skip
 
     def detach(self, client: EngineClient | str) -> None:
         """Takes a replica out of the group (also one that died). The engine itself is left alone."""
@@ -441,7 +479,11 @@ class WeightSync(Membership):
         log.info(log_line(report))
         if not self._driver.clients and not self._was_alone:
             self._was_alone = True
-            log.warning("version %d of %r went to nobody: no replica is attached", version, self.group)
+            log.warning(
+                "version %d of %r went to nobody: no replica is attached. One that is attached from now on is paused until "
+                "sync.catch_up() on every source rank, or the next publish",
+                version, self.group,
+            )  # fmt: skip
         if unreleased:
             told = "; ".join(f"replica {name!r}: {error}" for name, error in unreleased.items())
             if policy == "require_all":

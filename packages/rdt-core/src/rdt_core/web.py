@@ -103,6 +103,11 @@ class Web:
         except (urllib.error.URLError, OSError) as error:
             if isinstance(getattr(error, "reason", None), TimeoutError):
                 raise DeadlineError(f"{where} was not answered within {left:.1f} s") from error
+            if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+                raise EngineError(
+                    f"{where}: no answer, nothing listens at {self.url} ({error}). Start the engine, and wait until it answers "
+                    f"{self.url}/health: nothing here waits for it; or correct the URL"
+                ) from error
             raise EngineError(f"{where}: no answer: {error}") from error
         text = raw.decode(errors="replace")
         try:

@@ -121,7 +121,11 @@ def read(config: Any) -> Mapping[str, Any]:
         try:
             config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise SourceError(f"no Hugging Face configuration can be read from {str(path)!r}: {error}") from error
+            raise SourceError(
+                f"no Hugging Face configuration can be read from {str(path)!r}: {error}. Expected a folder with config.json on "
+                "this node, that file, a mapping, or a configuration of transformers; names on the hub are not looked up "
+                "(AutoConfig.from_pretrained does it)"
+            ) from error
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):

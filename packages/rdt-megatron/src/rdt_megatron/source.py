@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rdt_core.errors import SourceError
 from rdt_core.sources import Shard
-from rdt_core.sources.dtypes import DtypeRule, wire_dtype
+from rdt_core.sources.dtypes import DtypeRule, check_rule, tell_narrowed, wire_dtype
 from rdt_core.sources.presence import check_present
 from rdt_core.sources.watch import ParameterWatch, TreeWatch
 from rdt_core.wire import TensorMeta
@@ -88,6 +88,7 @@ class MegatronSource:
         check_gathered(chunks, self._wrappers)
         first: Any = chunks[0]
         self._config = first.config
+        check_rule(dtype)
         self._dtype = dtype
         self._parallel = parallel or Parallel.here()
         shares = bool(getattr(first, "share_embeddings_and_output_weights", False))
@@ -232,6 +233,7 @@ class MegatronSource:
     def _declare(self) -> tuple[TensorMeta, ...]:
         found: dict[str, TensorMeta] = {}
         owner: dict[str, str] = {}
+        own: list[tuple[torch.dtype, str]] = []
         for entry in self._entries:
             for piece in entry.pieces:
                 dtype = wire_dtype(self._dtype, piece.tensor, entry.dtype, is_buffer=entry.found.is_buffer)
@@ -242,6 +244,9 @@ class MegatronSource:
                         f"{entry.found.name!r} and {owner[piece.tensor]!r} would both be checkpoint tensor "
                         f"{piece.tensor!r}; change one of their rules"
                     )
+                if earlier is meta:
+                    own.append((entry.dtype, dtype))
+        tell_narrowed(own)
         return tuple(found.values())
 
     def _expand(self, patterns: Sequence[str]) -> dict[str, None]:

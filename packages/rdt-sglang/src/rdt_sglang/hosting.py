@@ -111,6 +111,13 @@ class HostedEngine:
             raise  # the caller gave it up
         except ValueError as error:  # how SGLang refuses a request
             raise EngineError(f"SGLang refused: {error}") from error
+        except Exception as error:
+            detail = getattr(
+                error, "detail", None
+            )  # how its schedulers do; such an error does not travel between processes
+            if detail is None:
+                raise
+            raise EngineError(f"SGLang refused: {detail}") from None
 
     async def generate(self, request: Any) -> Any:
         """SGLang's answer to a `GenerateReqInput`; for `run`."""

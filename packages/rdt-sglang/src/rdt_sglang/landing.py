@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError
-from rdt_core.landing import Destination, storage_bytes
+from rdt_core.landing import Destination, foreign_names, megatron_names, storage_bytes
 from rdt_core.tracing import Destinations, Fill, Slice, Trace, trace
 from rdt_core.wire import TensorMeta
 
@@ -112,7 +112,7 @@ class SglangLanding:
             except Exception as error:
                 raise TracingError(
                     f"{self.who}: load_weights of {type(model).__name__} ({role}) failed over stand-ins for {len(tensors)} "
-                    f"tensors: {type(error).__name__}: {error}"
+                    f"tensors: {type(error).__name__}: {error}{megatron_names(meta.name for meta in tensors)}"
                 ) from error
 
     def _settle(self, result: Trace) -> None:
@@ -125,7 +125,7 @@ class SglangLanding:
             if fill.destination in landed:
                 landed[fill.destination] += math.prod(fill.shape)
                 self._fills[fill.destination].append(fill)
-        self._refuse_uncovered(landed)
+        self._refuse_uncovered(landed, result)
         self._destinations, self._storages = {}, {}
         for key in landed:
             tensor = self._targets[key]
@@ -141,7 +141,7 @@ class SglangLanding:
         self.slices = len(result.slices)
         self._addresses = {name: _place(tensor) for name, tensor in self._parameters().items()}
 
-    def _refuse_uncovered(self, landed: Mapping[str, int]) -> None:
+    def _refuse_uncovered(self, landed: Mapping[str, int], result: Trace) -> None:
         wanted: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
         for name, parameter in self._parameters().items():
             key = self._targets.find(parameter)
@@ -158,6 +158,7 @@ class SglangLanding:
             raise CoverageError(
                 f"{self.who}: {len(missing)} parameters are not reached by what the trainer offers and would stay stale: "
                 f"{some(missing)}. Give the trainer's source the checkpoint tensors that these are loaded from"
+                f"{foreign_names(result)}"
             )
 
     # ------------------------------------------------------------------ a sync

@@ -16,6 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,14 @@ class Trainer(SourceRank):
         for name, full in self._full():
             for module in modules:
                 module.load_weights([(name, full.cpu())])
-        return {
-            f"{rank}:{name}": hashlib.sha256(parameter.data.view(-1).view(torch.uint8).numpy().data).hexdigest()
+        parameters = {
+            f"{rank}:{name}": parameter.data.view(-1).view(torch.uint8).numpy().data
             for rank, module in enumerate(modules)
             for name, parameter in module.named_parameters()
         }
+        with ThreadPoolExecutor(4) as pool:  # hashlib lets go of Python meanwhile
+            digests = pool.map(lambda held: hashlib.sha256(held).hexdigest(), parameters.values())
+            return dict(zip(parameters, digests, strict=True))
 
     def _full(self) -> Iterator[tuple[str, torch.Tensor]]:
         for meta, padded in zip(self.source.tensors, self.source.padded, strict=True):
@@ -259,8 +263,9 @@ class _Run:
 
     def _differing(self, trainers: list[Any]) -> list[str]:
         """Parameters that vLLM does not hold as the trainers have them."""
-        wanted = self._get([one.expected.remote(self.config, self.tp) for one in trainers])[0]
-        said = self._get(self.server.compute_weight_checksums.remote())
+        made = [one.expected.remote(self.config, self.tp) for one in trainers]
+        said = self.server.compute_weight_checksums.remote()  # at the same time: both digest every byte on a core
+        wanted, said = self._get(made)[0], self._get(said)
         # vLLM's names are dp:pp:pcp:tp:name, and its experts lie one module deeper
         held = {_named(*name.rsplit(":", 2)[-2:]): digest for name, digest in said.items()}
         for rank, received in enumerate(self._get(self.server.collective_rpc.remote("received"))):

@@ -21,7 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError
-from rdt_core.landing import Destination, storage_bytes
+from rdt_core.landing import Destination, foreign_names, megatron_names, storage_bytes
 from rdt_core.sources.watch import ParameterWatch, TreeWatch
 from rdt_core.tracing import Destinations, Trace, trace
 from rdt_core.wire import TensorMeta
@@ -131,7 +131,7 @@ class VllmLanding:
             except Exception as error:
                 raise TracingError(
                     f"load_weights of {type(self._model).__name__} failed over stand-ins for {len(tensors)} tensors: "
-                    f"{type(error).__name__}: {error}"
+                    f"{type(error).__name__}: {error}{megatron_names(meta.name for meta in tensors)}"
                 ) from error
         self._settle(result)
         return result
@@ -173,7 +173,7 @@ class VllmLanding:
             (landed[key],) = count_written(regions, [Place(0, (elements,), (1,))], elements)
         self._refuse_attention(landed)
         self._ties, shared = self._find_ties(landed)
-        self._refuse_uncovered(landed, shared)
+        self._refuse_uncovered(landed, shared, result)
 
         touched: dict[str, list[_Format]] = defaultdict(list)
         for key in landed:
@@ -357,7 +357,7 @@ class VllmLanding:
             # live: the router's correction bias, which the gate loads and the experts hold as well
         return dict(ties), shared
 
-    def _refuse_uncovered(self, landed: Mapping[str, int], shared: Collection[str]) -> None:
+    def _refuse_uncovered(self, landed: Mapping[str, int], shared: Collection[str], result: Trace) -> None:
         missing = []
         for key, form in self._formats.items():
             if not form.parameter or key in shared or layers.is_deferred(self._modules[form.module]):
@@ -368,7 +368,7 @@ class VllmLanding:
             raise CoverageError(
                 f"{self.who}: {len(missing)} parameters of {type(self._model).__name__} are not reached by what the trainer "
                 f"offers and would stay stale: {_some(missing)}. Give the trainer's source the checkpoint tensors that "
-                "these are loaded from"
+                f"these are loaded from{foreign_names(result)}"
             )
 
     def _refuse_attention(self, landed: Iterable[str]) -> None:

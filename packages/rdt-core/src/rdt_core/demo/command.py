@@ -60,7 +60,7 @@ def demo(
 def _print_json(target: TextIO, options: DemoOptions) -> None:
     from .loop import run
 
-    target.write(run(options).report.json().decode())
+    target.write(run(options).json().decode())
     target.flush()
 
 
@@ -70,12 +70,12 @@ def _print_table(target: TextIO, options: DemoOptions) -> None:
 
     out = console(target)
     with Show(out, options.steps) as show:
-        outcome = run(options, show)
-    steps = outcome.report.steps
-    out.print(table(steps, outcome.first_reward, outcome.first_error))
+        report = run(options, show)
+    steps, first = report.steps, report.checkpoint
+    out.print(table(report))
     out.print(
-        f"mode {steps[-1].mode}: {outcome.mode_reason}\n"
-        f"reward {outcome.first_reward:.3f} -> {steps[-1].reward:.3f} over {options.steps} versions; "
+        f"mode {steps[-1].mode}: {report.mode_reason}\n"
+        f"reward {first.reward:.3f} -> {steps[-1].reward:.3f} over {options.steps} versions; "
         f"every version served was the version trained\n"
         f"{options.out / 'report.json'}, {options.out / 'report.png'}",
         highlight=False,

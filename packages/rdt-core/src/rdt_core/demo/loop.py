@@ -14,17 +14,18 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..distributions import rdt_version
 from ..errors import DeadlineError, RdtError, SourceError, SyncError
 from ..wire import SyncReport
 from . import model as checkpoint
 from .engines import Completion, RolloutEngine, load_engine
 from .local import cluster
 from .options import DemoOptions
-from .report import DemoReport, StepReport, draw
+from .report import CheckpointReport, DemoReport, StepReport, draw
 from .reward import advantages, encode_prompts, reward
 from .show import Display, Silence
 from .trainer import FsdpTrainer, Sample, Score
@@ -39,25 +40,8 @@ class DemoError(RdtError):
     """The run showed something that must not happen; the message says at which version, found and expected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A finished run: the report, and how the checkpoint did before training.
-
-    Attributes:
-        report: what `report.json` holds.
-        first_reward: mean reward of version 0.
-        first_error: largest log-probability difference at version 0.
-        mode_reason: why the publish mode was chosen.
-    """
-
-    report: DemoReport
-    first_reward: float
-    first_error: float
-    mode_reason: str
-
-
-def run(options: DemoOptions, display: Display | None = None) -> Outcome:
-    """Runs the demo; writes `report.json` and `report.png` to `options.out`.
+def run(options: DemoOptions, display: Display | None = None) -> DemoReport:
+    """Runs the demo; writes `report.json`, which it returns, and `report.png` to `options.out`.
 
     Args:
         options: what to run.
@@ -94,20 +78,20 @@ def run(options: DemoOptions, display: Display | None = None) -> Outcome:
             display.note(f"{engine.name} is up; {trainers.start():,} weights on {trainers.count} ranks")
         with display.activity("connecting: the engine's loaders are traced, both sides plan"):
             trainers.connect(engine)
-        outcome = _train(options, display, batch, trainers, engine, name)
+        report = _train(options, display, batch, trainers, engine, name)
         with display.activity("ending every process"):
             trainers.leave()
             stack.close()
-    (options.out / "report.json").write_bytes(outcome.report.json())
-    draw(outcome.report, outcome.first_reward, options.out / "report.png")
-    return outcome
+    (options.out / "report.json").write_bytes(report.json())
+    draw(report, options.out / "report.png")
+    return report
 
 
 def _train(
     options: DemoOptions, display: Display, batch: _Batch, trainers: _Trainers, engine: RolloutEngine, name: str
-) -> Outcome:
+) -> DemoReport:
     steps: list[StepReport] = []
-    first_reward = first_error = 0.0
+    first = CheckpointReport(reward=0.0, max_abs_logprob_error=0.0)
     sync: SyncReport | None = None
     for version in range(options.steps + 1):
         with display.activity(f"version {version}: {engine.name} samples"):
@@ -122,7 +106,7 @@ def _train(
                 f"is {bound:.3g} in {options.dtype}; the weights served are not the weights trained"
             )
         if sync is None:
-            first_reward, first_error = mean, error
+            first = CheckpointReport(reward=mean, max_abs_logprob_error=error)
             display.note(f"version 0 (the checkpoint): reward {mean:.3f}, logprob error {error:.1e}")
         else:
             step = StepReport(
@@ -141,8 +125,16 @@ def _train(
             trainers.step()
             with display.activity(f"version {version + 1}: sync"):
                 sync = trainers.publish(version + 1)
-    report = DemoReport(trainer=str(options.trainer_spec), engine=engine.name, model=name, steps=tuple(steps))
-    return Outcome(report, first_reward, first_error, sync.mode_reason if sync else "")
+    return DemoReport(
+        trainer=str(options.trainer_spec),
+        engine=engine.name,
+        model=name,
+        rdt=rdt_version(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        mode_reason=sync.mode_reason if sync else "",
+        checkpoint=first,
+        steps=tuple(steps),
+    )
 
 
 class _Batch:

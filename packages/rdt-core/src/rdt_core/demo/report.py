@@ -1,4 +1,4 @@
-"""What a run of the demo did: the two structs of `report.json`, and the picture of reward and sync time."""
+"""What a run of the demo did: the structs of `report.json`, and the picture of reward and sync time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,23 @@ class StepReport(Struct, frozen=True):
     max_abs_logprob_error: float
 
 
+class CheckpointReport(Struct, frozen=True):
+    """Version 0: the checkpoint as the engine loaded it, before any sync. Fields as in `StepReport`."""
+
+    reward: float
+    max_abs_logprob_error: float
+
+
 class DemoReport(Struct, frozen=True):
     """A whole run, as `report.json` holds it."""
 
     trainer: str
     engine: str
     model: str
+    rdt: str  # version of rdt
+    date: str  # when the run ended, ISO 8601, UTC
+    mode_reason: str  # why the publish mode was chosen
+    checkpoint: CheckpointReport
     steps: tuple[StepReport, ...]
 
     def json(self) -> bytes:
@@ -43,12 +54,11 @@ class DemoReport(Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
-def draw(report: DemoReport, first_reward: float, path: Path) -> None:
+def draw(report: DemoReport, path: Path) -> None:
     """Draws mean reward and sync time by version to a PNG.
 
     Args:
         report: of the run, at least one step.
-        first_reward: mean reward of the checkpoint before training, shown as version 0.
         path: the file to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -59,7 +69,9 @@ def draw(report: DemoReport, first_reward: float, path: Path) -> None:
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    top.plot([0, *versions], [first_reward, *(step.reward for step in report.steps)], marker="o", color="#1f6fb2")
+    top.plot(
+        [0, *versions], [report.checkpoint.reward, *(step.reward for step in report.steps)], marker="o", color="#1f6fb2"
+    )
     top.set_ylabel("mean reward")
     top.margins(y=0.1)
     top.set_ylim(bottom=0)

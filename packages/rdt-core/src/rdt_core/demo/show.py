@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from ..logline import size
-from .report import StepReport
+from .report import DemoReport, StepReport
 
 
 class Display(Protocol):
@@ -102,7 +102,7 @@ class Show:
         )
 
 
-def table(steps: Sequence[StepReport], first_reward: float, first_error: float) -> Table:
+def table(report: DemoReport) -> Table:
     """Returns the table of a whole run, a row for each version; version 0 is the checkpoint before training."""
     result = Table(title="versions served", title_justify="left")
     for column in ("version", "reward", "sync ms"):
@@ -112,8 +112,11 @@ def table(steps: Sequence[StepReport], first_reward: float, first_error: float) 
     result.add_column("mode")
     result.add_column("links")
     result.add_column("max logprob error", justify="right")
-    result.add_row("0", f"{first_reward:.3f}", "", "from the checkpoint", "", "", "", f"{first_error:.1e}")
-    for step in steps:
+    first = report.checkpoint
+    result.add_row(
+        "0", f"{first.reward:.3f}", "", "from the checkpoint", "", "", "", f"{first.max_abs_logprob_error:.1e}"
+    )
+    for step in report.steps:
         result.add_row(
             str(step.version),
             f"{step.reward:.3f}",

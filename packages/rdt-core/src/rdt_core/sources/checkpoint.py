@@ -19,7 +19,7 @@ import torch
 from ..errors import SourceError
 from ..wire import DTYPE_BYTES, TensorMeta
 from .base import Shard
-from .dtypes import DtypeRule, wire_dtype
+from .dtypes import DtypeRule, check_rule, wire_dtype
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -43,6 +43,7 @@ class CheckpointSource:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, dtype: DtypeRule | None = None, ignored: Sequence[str] = ()):
+        check_rule(dtype)
         self._ignored = tuple(ignored)
         self._tensors: dict[str, torch.Tensor] = {}
         for path in _files(Path(folder)):

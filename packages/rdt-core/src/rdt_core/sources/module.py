@@ -7,6 +7,7 @@ their memory, fused experts of unknown layout, and two parameters under one chec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import SourceError
 from ..wire import TensorMeta
 from .base import Shard
-from .dtypes import DtypeRule, wire_dtype
+from .dtypes import DtypeRule, check_rule, tell_narrowed, wire_dtype
 from .fsdp import (
     FlatParameter,
     Held,
@@ -34,6 +35,10 @@ from .fsdp import (
 from .names import NameRule, Part, Rename, parts_of, renamer, rules_for, strip_wrappers
 from .presence import check_hidden, check_present
 from .watch import ParameterWatch, TreeWatch
+
+log = logging.getLogger(__name__)
+
+_MEGATRON = "megatron.core."
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +114,15 @@ class ModuleSource:
     ) -> None:
         while isinstance(module, DistributedDataParallel):
             module = module.module
+        check_rule(dtype)
         self.module = module
         self._dtype = dtype
         self._rename = renamer(rename)
+        if rename is None and not rules and any(type(one).__module__.startswith(_MEGATRON) for one in module.modules()):
+            log.warning(
+                "this module is Megatron's, and offers Megatron's own names, which engines do not know: "
+                "rdt_megatron.MegatronSource declares such a model as its checkpoint"
+            )
         self._model_type: str | None = getattr(getattr(module, "config", None), "model_type", None)
         self._rules = (*rules, *rules_for(self._model_type))
         self._groups = tuple(sharded_groups(module))
@@ -222,6 +233,7 @@ class ModuleSource:
     def _declare(self) -> tuple[TensorMeta, ...]:
         found: dict[str, str] = {}
         metadata = []
+        own = []
         for entry in self._entries:
             for part in entry.parts:
                 if part.name in found:
@@ -232,6 +244,8 @@ class ModuleSource:
                 found[part.name] = entry.name
                 dtype = wire_dtype(self._dtype, part.name, entry.dtype, is_buffer=entry.buffer)
                 metadata.append(TensorMeta(name=part.name, shape=part.full_shape, dtype=dtype))
+                own.append((entry.dtype, dtype))
+        tell_narrowed(own)
         return tuple(metadata)
 
     def _local(self, entry: _Entry) -> torch.Tensor:
