@@ -30,6 +30,16 @@ OTHER = (wire.TensorMeta(name=TENSORS[1].name, shape=(5,), dtype="int8"),)
 WATCHDOG_S = 60.0
 
 
+@pytest.mark.unit
+def test_what_no_message_carries_is_refused_before_it_is_sent():
+    control = RayControl(GROUP, handle=None)
+    control._handle = object()  # never called
+    with pytest.raises(WireError, match=r"commit.* cannot be sent to the coordinator: .*object"):
+        control._post("commit", (1, 0, object()))
+    with pytest.raises(WireError, match="enter.* cannot be sent to the coordinator"):
+        control._post("enter", ("a/0", "first", 1 << 64, 1.0))
+
+
 def together(*tasks: Callable[[], Any]) -> list[Any]:
     """Runs the tasks in threads and returns their results; a hang is an error after `WATCHDOG_S` seconds."""
     pool = ThreadPoolExecutor(max_workers=len(tasks))

@@ -20,6 +20,9 @@ def test_mistakes_of_a_caller_are_named() -> None:
         LocalGroup([torch.nn.Linear(3, 2)])
     with LocalGroup([TensorSource(tensors)]) as group:
         (sync,) = group.syncs
+        for number in (-1, 1 << 63):
+            with pytest.raises(SyncError, match=f"version {number} is out of range; versions are integers from 0 to"):
+                group.syncs[0].publish(number)
         with pytest.raises(SyncError, match="version '2' is a str; versions are integers"):
             sync.publish("2")
         sync.leave()

@@ -267,14 +267,16 @@ def test_best_effort_goes_on_without_a_replica_that_fails(world, step):
         made.all(lambda sync: sync._publisher.manifest)
         made.models[1] = build()
         made.syncs[1]._publisher._source.__init__(made.models[1])  # its parameters moved: every replica plans again
+    # a name of a file, as Python gives one whose bytes are no UTF-8
+    dead = failing("it is dead: \udcff.bin")
     if step in ("pause", "begin"):
-        setattr(bad, step, lambda *args, **options: failing("it is dead")())
+        setattr(bad, step, lambda *args, **options: dead())
     else:
-        bad.breaks[step] = failing("it is dead")
+        bad.breaks[step] = dead
     report = made.good(2)
     assert report.replicas == ("good",)
     assert set(report.failed) == {"bad"}
-    assert "it is dead" in report.failed["bad"]
+    assert r"it is dead: \udcff.bin" in report.failed["bad"]
     assert served(good) == ({2}, {2.0})
     assert not good.paused
     if step == "finish":

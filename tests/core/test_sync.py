@@ -500,6 +500,44 @@ def test_a_pull_that_the_coordinator_refuses_tears_only_who_has_begun_to_read(gr
     assert_serves(made, 4)
 
 
+@pytest.mark.parametrize("policy", ["require_all", "best_effort"])
+def test_a_reader_whose_question_is_lost_is_torn_for_the_coordinator_as_well(group, monkeypatch, policy):
+    made = group(2, 1, mode="live", policy=policy)
+    made.attach()
+    for version in (1, 2):
+        made.publish(version)
+    post = LocalControl._post
+
+    def lost(limit_s):
+        raise DeadlineError("no answer to enter")
+
+    monkeypatch.setattr(
+        LocalControl, "_post", lambda self, method, args: lost if method == "enter" else post(self, method, args)
+    )
+    with pytest.raises(RdtError, match="no answer to enter"):
+        made.publish(3)
+    assert made.workers[0].landing.torn
+    (state,) = made.control.status().replicas
+    assert (state.state, state.version) == ("torn", None)
+    monkeypatch.undo()
+    made.publish(4)
+    assert_serves(made, 4)
+
+
+def test_a_question_that_comes_again_tears_nobody(group):
+    made = group(2, 1, mode="live")
+    made.attach()
+    for version in (1, 2, 3):
+        made.publish(version)
+    reader = made.workers[0].receiver
+    for version in (2, 3):
+        with pytest.raises(SyncError):
+            made.control.enter(reader.name, reader._connection.manifest.incarnation, version, 1.0, early=True)()
+        (state,) = made.control.status().replicas
+        assert (state.state, state.version) == ("serving", 3)
+    assert_serves(made, 3)
+
+
 def test_parameters_are_settled_for_readers_of_whom_nothing_is_packed_beside_others(group, monkeypatch):
     made = group(1, 1, mode="live", pack_threshold=1 << 20)
     made.attach()

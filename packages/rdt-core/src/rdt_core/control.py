@@ -20,7 +20,7 @@ import msgspec
 from . import wire
 from .checks import Landed
 from .coordinator import Coordinator
-from .errors import CoordinatorLostError, DeadlineError, RdtError, SyncError
+from .errors import CoordinatorLostError, DeadlineError, RdtError, SyncError, WireError
 from .synccalls import PLAIN
 
 
@@ -353,7 +353,11 @@ class RayControl(Control):
         if self._handle is None:
             raise SyncError(f"the control of group {self.group!r} is closed")
         if method in PLAIN:
-            plain = self._handle.plain.remote(msgspec.msgpack.encode((method, args)))
+            try:
+                call = msgspec.msgpack.encode((method, args))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise WireError(f"{method}{args!r} cannot be sent to the coordinator: {error}") from error
+            plain = self._handle.plain.remote(call)
             return lambda limit_s: msgspec.msgpack.decode(self._answer(method, plain, limit_s))
         answer = getattr(self._handle, method).remote(*args)
         return lambda limit_s: self._answer(method, answer, limit_s)

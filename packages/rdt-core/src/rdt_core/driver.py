@@ -19,7 +19,7 @@ from .control import Control
 from .coverage import check_taken
 from .declared import ignored, merge
 from .engines import STEPS, ConnectInfo, EngineClient, Receive
-from .errors import CoordinatorLostError, CoverageError, RdtError, StepError, SyncError
+from .errors import CoordinatorLostError, CoverageError, RdtError, StepError, SyncError, text_of
 from .geometry import Box
 from .timeline import Recorder
 
@@ -169,10 +169,11 @@ class Round:
         try:
             receive: Receive | None = getattr(client, "receive", None)
             if receive is not None:
+                step = "receive"  # where the engine does not say which
                 deadline = time.monotonic() + self._timeout_s
                 began = time.perf_counter()
                 for step, seconds in receive(self._version, deadline=deadline).items():
-                    began = self._took(client, step, began, began + seconds)
+                    began = self._took(client, step, began, began + float(seconds))
                 return
             for step in STEPS:
                 started = time.perf_counter()
@@ -187,7 +188,7 @@ class Round:
             if self._policy == "require_all":
                 raise failure from error
             log.warning("replica %r is left out of version %d: %s", client.name, self._version, failure)
-            self.failed[client.name] = str(failure)  # it is told after the others: it may not answer
+            self.failed[client.name] = text_of(failure)  # it is told after the others: it may not answer
 
     def _took(self, client: EngineClient, step: str, began: float, ended: float) -> float:
         name = "engine_begin" if step == "begin" else step
@@ -198,9 +199,9 @@ class Round:
 
     def _tell(self, replica: str, phase: str, error: Exception) -> RdtError:
         """Fails the sync, or with "best_effort" this replica's part of it; returns the failure that came first."""
-        own = error if isinstance(error, RdtError) else SyncError(str(error) or repr(error))
+        own = error if isinstance(error, RdtError) else SyncError(text_of(error))
         if isinstance(own, StepError):  # `phase` says which
-            own = SyncError(str(own))
+            own = SyncError(text_of(own))
         try:
             first = self._control.fail(self._sync, f"replica {replica!r}", phase, str(own), None, replica, self._caller)
         except CoordinatorLostError:
@@ -246,7 +247,7 @@ class Round:
         self._told({name: error for name, error in outcome.items() if name in out})
         failures = {name: error for name, error in outcome.items() if name not in out}
         if failures:
-            told = "; ".join(str(error) for error in failures.values())
+            told = "; ".join(map(text_of, failures.values()))
             try:
                 self._control.tear(list(failures), told, self._caller[1])
             except RdtError as unheard:

@@ -77,6 +77,11 @@ class EngineError(RdtError):
     """An inference engine refused or failed a control call."""
 
 
+def text_of(error: object) -> str:
+    """What an error says, as text that every message can carry: names of files need not be UTF-8."""
+    return (str(error) or repr(error)).encode("utf-8", "backslashreplace").decode()
+
+
 class StepError(EngineError):
     """A step of a sync that an engine takes in one call failed; the steps after it did not begin.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from . import wire
 from .control import Control
-from .errors import CoordinatorLostError, RdtError, SourceError, SyncError
+from .errors import CoordinatorLostError, RdtError, SourceError, SyncError, text_of
 from .publisher import Publisher
 from .timeline import Recorder
 
@@ -57,7 +57,7 @@ class Membership:
         self._reopen = reopen
         self._is_lost = False  # the coordinator died
         self._has_left = False
-        self._timeout_s = timeout_s
+        self._timeout_s = float(timeout_s)
         self._timeline = Recorder()  # of the running sync
         self._token = uuid.uuid4().hex
         self._terms: dict[int, int] = {}  # how often the place of each source rank was taken over, its own among them
@@ -180,7 +180,7 @@ class Membership:
 
         Before this rank has begun, `version` says what it does not begin.
         """
-        own = error if isinstance(error, RdtError) else SyncError(str(error) or repr(error))
+        own = error if isinstance(error, RdtError) else SyncError(text_of(error))
         member = member or f"source rank {self.rank}"
         try:
             absent = None if version is None else (self.rank, version)

@@ -31,6 +31,7 @@ from .errors import (
     TakenOverError,
     TracingError,
     TransportError,
+    text_of,
 )
 from .membership import Membership
 from .metrics import RayMetrics
@@ -387,7 +388,7 @@ class WeightSync(Membership):
         policy: str | None,
         verify: str | None,
     ) -> wire.SyncReport:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else float(timeout_s)
         policy = self._policy if policy is None else policy
         _check_policy(policy)
         mode = check_mode(self._verify if verify is None else verify)
@@ -464,8 +465,8 @@ class WeightSync(Membership):
             report = self._control.commit(
                 sync, self.rank, phases["total"], phases, {**out, **drive.failed}, timeout_s=timeout_s
             )
-        except RdtError as error:
-            drive.abort(str(error))
+        except Exception as error:
+            drive.abort(text_of(error))
             self._disown(drive, error)
             self._driver.doubted.update(names)
             raise
@@ -494,10 +495,10 @@ class WeightSync(Membership):
             report = msgspec.structs.replace(report, failed=failed, replicas=served)
         return report
 
-    def _disown(self, drive: Round, error: RdtError) -> None:
+    def _disown(self, drive: Round, error: Exception) -> None:
         """The commit may have been taken although this rank did not hear of it; its replicas are torn now."""
         try:
-            self._control.tear(drive.names, str(error), self._token)
+            self._control.tear(drive.names, text_of(error), self._token)
         except RdtError as unheard:
             log.warning("source rank 0: the coordinator could not be told that replicas are torn: %s", unheard)
 
@@ -559,7 +560,7 @@ class WeightSync(Membership):
         except CoordinatorLostError:
             self._restore(timeout_s)
         failures = self._driver.connect_all(self._control, some, timeout_s)
-        out.update({name: str(error) for name, error in failures.items()})
+        out.update({name: text_of(error) for name, error in failures.items()})
         if failures and (policy == "require_all" or len(out) == len(names)):
             name, error = next(iter(failures.items()))
             raise self._failed(None, "connect", error, version, f"replica {name!r}") from error
@@ -580,9 +581,12 @@ def _open_living(open: Callable[[float], Control], timeout_s: float) -> Control:
 
 def _number(version: object) -> int:
     try:
-        return operator.index(version)  # type: ignore[arg-type]
+        number = operator.index(version)  # type: ignore[arg-type]
     except TypeError:
         raise SyncError(f"version {version!r} is a {type(version).__name__}; versions are integers") from None
+    if not 0 <= number < 1 << 63:
+        raise SyncError(f"version {number} is out of range; versions are integers from 0 to 2**63 - 1")
+    return number
 
 
 def _check_policy(policy: str) -> None:

@@ -22,6 +22,8 @@ from .syncs import Syncs
 MAX_TOLD_LINKS = 4096
 #: calls that every sync makes, whose arguments and results msgpack can carry; see `SyncCalls.plain`
 PLAIN = frozenset({"begin", "published", "enter", "await_round", "done", "commit", "outcome"})
+#: phases of a replica in which none of its ranks has received anything
+_BEFORE_BYTES = ("pause", "begin")
 
 
 class SyncCalls:
@@ -219,7 +221,8 @@ class SyncCalls:
             return await self._entered(reader, incarnation, version, timeout_s)
         except RdtError as error:
             found = self._members.find(reader, incarnation)
-            if early and found is not None:
+            # none reads early for a version that it was let pull before: this is a copy of the call that let it
+            if early and found is not None and (found[0].version is None or found[0].version < version):
                 self._syncs.tear(found[0].name, str(error))
             raise
 
@@ -330,6 +333,8 @@ class SyncCalls:
             if record is None or record.id != sync:
                 return self._syncs.failure(sync)
             if replica is not None:
+                if phase not in _BEFORE_BYTES:
+                    self._syncs.received(record, replica)
                 return self._syncs.lose(record, replica, member, phase, message) or None
             return self._syncs.fail(record, member, phase, message) or None
         running = self._syncs.running
@@ -406,6 +411,11 @@ class SyncCalls:
             verify=record.verify,
             timelines=tuple(line for _, line in sorted(record.timelines.items())),
         )
+        encoded = wire.encode(report)
+        brief = report.without_timelines()
+        if len(report.links) > MAX_TOLD_LINKS:
+            brief = brief.without_links()
+        record.brief = wire.encode(brief)
         self._version = record.version
         for name in record.dropped:
             left = self._members.replicas.get(name)
@@ -414,12 +424,8 @@ class SyncCalls:
         for name in replicas:
             replica = self._members.replicas[name]
             replica.version, replica.torn = record.version, ""
-        record.end(report=wire.encode(report))
+        record.end(report=encoded)
         self._syncs.over.committed(report)
-        brief = report.without_timelines()
-        if len(report.links) > MAX_TOLD_LINKS:
-            brief = brief.without_links()
-        record.brief = wire.encode(brief)
         return record.report
 
     async def outcome(self, sync: int, rank: int, timeout_s: float, timeline: bytes | None = None) -> bytes:

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Hashable, Mapping
 
-from .errors import DeadlineError, SyncError
+from .errors import DeadlineError, SyncError, text_of
 from .gates import Gate, member_name, member_names
 from .lastsync import LatestSync
 from .members import Members, Reader
@@ -133,11 +133,18 @@ class Syncs:
         if reader is not None and running is not None and running.readers.get(reader.name) is reader:
             self.lose(running, reader.manifest.replica, member_name(reader.name), phase, problem)
 
+    def received(self, record: SyncRecord, replica: str) -> None:
+        """A replica may have received bytes of a sync that is not committed, whether or not it asked for them before."""
+        record.pulling.add(replica)
+        failure = record.failure or record.dropped.get(replica)
+        if failure:
+            self.tear(replica, failure)
+
     def tear(self, name: str, failure: str) -> None:
         """A replica's version is unknown from here on; nothing happens if there is none of this name."""
         replica = self._members.replicas.get(name)
         if replica is not None:
-            replica.version, replica.torn = None, failure
+            replica.version, replica.torn = None, text_of(failure)
 
     async def wait(
         self,
@@ -205,7 +212,7 @@ class Syncs:
 
 def describe(version: int, member: str, phase: str, problem: str) -> str:
     """Returns the message of a sync that failed."""
-    return f"version {version}: {member} failed in {phase}: {problem}"
+    return text_of(f"version {version}: {member} failed in {phase}: {problem}")
 
 
 def late(timeout_s: float, what: str, missing: tuple[Hashable, ...]) -> str:
