@@ -207,10 +207,33 @@ def test_memory_that_was_given_back_is_noticed() -> None:
         found.ids()
 
 
+def test_what_the_count_of_the_allocator_does_not_show_is_found_when_it_is_confirmed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts, numbers, asked = [0], [7], []
+    monkeypatch.setattr(memory, "_given_back", lambda device: counts[0])
+    monkeypatch.setattr(cudadriver, "allocation_ids", lambda bases, device: (asked.append(bases), (numbers[0],))[1])
+    found = memory.Allocations([])
+    found._bases, found._counted = {0: {4096: None}}, {0}
+    assert found.ids() == (7,)
+    assert found.is_confirmed
+    assert found.ids() == (7,)
+    assert (len(asked), found.is_confirmed) == (1, False)
+    assert found.confirm()
+    assert (len(asked), found.is_confirmed) == (2, True)
+    counts[0], numbers[0] = 1, 8
+    assert found.ids() == (8,)
+    numbers[0] = 9  # and the count was set back to what it was
+    assert found.ids() == (8,)
+    assert not found.confirm()
+    assert found.ids() == (9,)
+    assert found.is_confirmed
+
+
 @pytest.mark.gpu
 def test_only_what_torch_gave_back_makes_it_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, gone = (torch.zeros(64 << 20, dtype=torch.uint8, device="cuda") for _ in range(2))
-    found = memory.Allocations([kept])
+    found = memory.Allocations([kept], counted=True)
     asked: list[int] = []
     ask = cudadriver.allocation_ids
     monkeypatch.setattr(cudadriver, "allocation_ids", lambda bases, device: (asked.append(1), ask(bases, device))[1])
@@ -226,7 +249,8 @@ def test_only_what_torch_gave_back_makes_it_ask_again(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 def test_memory_that_torch_did_not_take_is_asked_about_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = memory.Allocations([memory.Arena(64 << 20, torch.device("cuda", 0)).tensor])
+    arena = memory.Arena(64 << 20, torch.device("cuda", 0))
+    found = memory.Allocations([arena.tensor], counted=True)
     asked: list[int] = []
     ask = cudadriver.allocation_ids
     monkeypatch.setattr(cudadriver, "allocation_ids", lambda bases, device: (asked.append(1), ask(bases, device))[1])

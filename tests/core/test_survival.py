@@ -228,12 +228,22 @@ def test_a_commit_that_the_coordinator_refuses_tears_every_replica(world, monkey
     made = world()
     replica = made.replica("a")
     made.good(1)
-    monkeypatch.setattr(made.control(), "commit", lambda *args, **rest: failing("no answer to commit", DeadlineError)())
+    commit, late = made.control().commit, []
+
+    def lost(*args: Any, **rest: Any) -> Any:
+        late.append(lambda: commit(*args, **rest))
+        raise DeadlineError("no answer to commit")
+
+    monkeypatch.setattr(made.control(), "commit", lost)
     errors = made.publish(2, timeout_s=1.0)
     assert "no answer to commit" in str(errors[0])
     assert replica.version(deadline=0) is None
     assert "no answer to commit" in str(replica.workers[0].landing.torn)
     assert made.states() == {"a": ("torn", None)}
+    with pytest.raises(SyncError, match="no answer to commit"):
+        late[0]()  # it arrives when everybody was told that the sync failed
+    assert made.states() == {"a": ("torn", None)}
+    assert made.control().current() == (1, None)
     monkeypatch.undo()
     made.good(3)
     assert served(replica) == ({3}, {3.0})

@@ -538,6 +538,55 @@ def test_a_question_that_comes_again_tears_nobody(group):
     assert_serves(made, 3)
 
 
+class Believed:
+    """Allocations of which the count says that they are those of before, and the driver another thing once."""
+
+    is_confirmed = False
+    wrong = True
+
+    def ids(self) -> tuple[int, ...]:
+        return ()
+
+    def confirm(self) -> bool:
+        wrong, self.wrong = self.wrong, False
+        return not wrong
+
+
+def test_memory_that_turns_out_to_be_anothers_fails_the_sync_before_its_commit(group):
+    made = group(2, 1, mode="live")
+    made.attach()
+    made.publish(1)
+    made.syncs[1]._publisher._allocations = Believed()
+    for source in made.sources:
+        source.fill(2)
+    with pytest.raises(SyncError, match="source rank 1 failed in check: memory of source rank 1 was given back"):
+        list(made.pool.map(lambda sync: sync.publish(2), made.syncs))
+    assert made.workers[0].version() is None
+    assert made.workers[0].landing.torn
+    made.publish(3)
+    assert_serves(made, 3)
+
+
+@pytest.mark.parametrize("way", ["subclass", "instance"])
+def test_a_client_with_a_step_of_its_own_is_driven_step_by_step(group, way):
+    pulled = []
+
+    class Own(ModuleReplica):
+        def pull(self, version, *, deadline):
+            pulled.append(version)
+            super().pull(version, deadline=deadline)
+
+    made = group(2, 1)
+    if way == "subclass":
+        made.replica = Own(made.workers)
+    else:
+        pull = made.replica.pull
+        made.replica.pull = lambda version, *, deadline: (pulled.append(version), pull(version, deadline=deadline))
+    made.attach()
+    made.publish(1)
+    assert pulled == [1]
+
+
 def test_parameters_are_settled_for_readers_of_whom_nothing_is_packed_beside_others(group, monkeypatch):
     made = group(1, 1, mode="live", pack_threshold=1 << 20)
     made.attach()

@@ -59,7 +59,9 @@ class Trainer(ModelTrainer):
 def main(config_dir: str, folder: Path) -> list[dict[str, Any]]:
     from rdt_vllm.benchprogram import STOCK, BenchServer
 
-    shared = {"num_cpus": 0, "runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}}
+    # what `ipc` sends is no plain data, and vLLM wants to be told so
+    env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    shared = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
     server = ray.remote(BenchServer).options(max_concurrency=1000, **shared).remote(
         config_dir, load_format="dummy", dtype="bfloat16", enforce_eager=True, max_model_len=128, max_num_seqs=4,
         skip_tokenizer_init=True, gpu_memory_utilization=0.3, distributed_executor_backend="ray",
@@ -74,11 +76,13 @@ def main(config_dir: str, folder: Path) -> list[dict[str, Any]]:
             backend = wanted
         actor = ray.remote(Trainer).options(max_concurrency=2, enable_tensor_transport=True, **shared)
         trainer = actor.remote(config_dir)
-        place = str(folder / wanted)
-        ray.get(trainer.step.remote(number, place), timeout=120)
         before = ray.get(server.compute_weight_checksums.remote(), timeout=60)
         ray.get(trainer.connect.remote(server, wanted), timeout=120)
-        seconds = [ray.get(trainer.send.remote(), timeout=120) for _ in range(2)]
+        seconds = []
+        for step in range(3):  # what an earlier one sent must not be served after a later one
+            place = str(folder / f"{wanted}-{step}")
+            ray.get(trainer.step.remote(10 * number + step, place), timeout=120)
+            seconds.append(ray.get(trainer.send.remote(), timeout=120))
         sent = ray.get(server.compute_weight_checksums.remote(), timeout=60)
         ray.get(server.collective_rpc.remote("reload_weights", kwargs={"weights_path": place}), timeout=120)
         loaded = ray.get(server.compute_weight_checksums.remote(), timeout=60)

@@ -356,7 +356,7 @@ class RayControl(Control):
             try:
                 call = msgspec.msgpack.encode((method, args))
             except (TypeError, ValueError, OverflowError) as error:
-                raise WireError(f"{method}{args!r} cannot be sent to the coordinator: {error}") from error
+                raise WireError(f"a call of {method} cannot be sent to the coordinator: {error}") from error
             plain = self._handle.plain.remote(call)
             return lambda limit_s: msgspec.msgpack.decode(self._answer(method, plain, limit_s))
         answer = getattr(self._handle, method).remote(*args)

@@ -18,7 +18,7 @@ from typing import Any
 from .control import Control
 from .coverage import check_taken
 from .declared import ignored, merge
-from .engines import STEPS, ConnectInfo, EngineClient, Receive
+from .engines import STEPS, ConnectInfo, EngineClient, receive_of
 from .errors import CoordinatorLostError, CoverageError, RdtError, StepError, SyncError, text_of
 from .geometry import Box
 from .timeline import Recorder
@@ -167,7 +167,7 @@ class Round:
     def _drive(self, client: EngineClient) -> None:
         step = STEPS[0]
         try:
-            receive: Receive | None = getattr(client, "receive", None)
+            receive = receive_of(client)
             if receive is not None:
                 step = "receive"  # where the engine does not say which
                 deadline = time.monotonic() + self._timeout_s

@@ -55,6 +55,24 @@ class Receive(Protocol):
         ...
 
 
+def keeps_steps(client: object, base: type) -> bool:
+    """Returns whether every step of a client is that of `base`: one with a step of its own is not to be driven by one call.
+
+    Args:
+        client: an instance of `base`.
+        base: the class whose `receive` does what its steps do.
+    """
+    return all(getattr(type(client), step) is getattr(base, step) for step in STEPS)
+
+
+def receive_of(client: EngineClient) -> Receive | None:
+    """Returns how a client takes a sync in one call; None where it has to be driven step by step."""
+    if getattr(client, "__dict__", {}).keys() & set(STEPS):
+        return None  # a step was replaced on this instance
+    receive: Receive | None = getattr(client, "receive", None)
+    return receive
+
+
 @runtime_checkable
 class EngineClient(Protocol):
     """One replica of an inference engine."""

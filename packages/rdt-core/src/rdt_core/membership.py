@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from . import wire
 from .control import Control
-from .errors import CoordinatorLostError, RdtError, SourceError, SyncError, text_of
+from .errors import CoordinatorLostError, RdtError, SourceError, SyncError, TakenOverError, text_of
 from .publisher import Publisher
 from .timeline import Recorder
 
@@ -164,6 +164,13 @@ class Membership:
         except Exception as error:
             raise self._failed(sync, phase, error) from error
 
+    def _confirm(self, sync: int) -> None:
+        """Makes sure, while readers read, that this rank's memory is what it took it for."""
+        try:
+            self._publisher.confirm()
+        except Exception as error:
+            raise self._failed(sync, "check", error) from error
+
     def _told(self) -> wire.Timeline | None:
         """What this rank did so far. The driver keeps its own, which goes on after the commit."""
         return self._timeline.timeline(f"source rank {self.rank}") if self.rank else None
@@ -185,6 +192,8 @@ class Membership:
         try:
             absent = None if version is None else (self.rank, version)
             first = self._control.fail(sync, member, phase, str(own), absent, None, (self.rank, self._token))
+        except TakenOverError as out:
+            return out
         except RdtError as unheard:
             self._is_lost = self._is_lost or isinstance(unheard, CoordinatorLostError)
             log.warning("%s failed in %s (%s), and the coordinator could not be told: %s", member, phase, own, unheard)

@@ -211,14 +211,15 @@ class Allocations:
     parameter can then lie where it lay, in memory that no reader ever mapped. Empty for CPU tensors, whose storages a
     publisher keeps alive, so that nothing else can take their addresses.
 
-    What torch's own allocator took with `cudaMalloc` is given back by that alone, which counts how often: it is asked about only
-    when the count is another one. All else is asked about every time.
+    What torch's own allocator took with `cudaMalloc` is given back by that alone, which counts how often: where the count is that
+    of before, `ids` does not ask the driver. Anybody may set the count back, so that `confirm` asks, when nobody waits for it.
 
     Args:
         tensors: whose memory is looked up.
+        counted: whether `ids` may go by the count.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], *, counted: bool = False) -> None:
         self._bases: dict[int, dict[int, None]] = {}  # first addresses, by device
         ranges: list[tuple[int, int]] = []
         for tensor in tensors:
@@ -231,9 +232,9 @@ class Allocations:
             base, size = cudadriver.allocation(address, device)
             self._bases.setdefault(device, {})[base] = None
             ranges.append((base, base + size))
-        counted = {device: _is_counted(bases, device) for device, bases in self._bases.items()}
-        self._counted = {device for device, is_counted in counted.items() if is_counted}
+        self._counted = {device for device, bases in self._bases.items() if counted and _is_counted(bases, device)}
         self._known: dict[int, tuple[int, tuple[int, ...]]] = {}  # count and numbers, by device
+        self._unasked: set[int] = set()  # devices of which the latest `ids` went by the count
 
     def ids(self) -> tuple[int, ...]:
         """One number for each allocation, other numbers once one was given back.
@@ -241,7 +242,27 @@ class Allocations:
         Raises:
             TransportError: there is no memory any more where one of them was.
         """
+        self._unasked.clear()
         return tuple(number for device in self._bases for number in self._ask(device))
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the driver was asked about all that the latest `ids` returned."""
+        return not self._unasked
+
+    def confirm(self) -> bool:
+        """Asks the driver whether the latest `ids` were right. If not, the next ones will be.
+
+        Raises:
+            TransportError: there is no memory any more where one of them was.
+        """
+        unasked, self._unasked = self._unasked, set()
+        for device in unasked:
+            count, numbers = self._known.pop(device)
+            if cudadriver.allocation_ids([*self._bases[device]], device) != numbers:
+                return False
+            self._known[device] = count, numbers
+        return True
 
     def _ask(self, device: int) -> tuple[int, ...]:
         if device not in self._counted:
@@ -250,6 +271,8 @@ class Allocations:
         known = self._known.get(device)
         if known is None or known[0] != count:
             known = self._known[device] = count, cudadriver.allocation_ids([*self._bases[device]], device)
+        else:
+            self._unasked.add(device)
         return known[1]
 
 

@@ -114,7 +114,7 @@ class Publisher:
             prod(shard.shape) * wire.DTYPE_BYTES[tensors[shard.tensor].dtype] for shard in self._contents.shards
         )
         self._boxes = _boxes(shards)
-        self._allocations = Allocations(shard.tensor for shard in shards)
+        self._allocations = self._allocations_of(shards)
         self._fingerprint = self._marks()
         agents = [endpoint.agent() for endpoint in self._endpoints]
         name, agent = next((pair for pair in agents if pair[0]), ("", b""))
@@ -281,9 +281,34 @@ class Publisher:
         if _boxes(shards) != self._boxes:
             return False
         self._contents.bind(shards)
-        self._allocations = Allocations(shard.tensor for shard in shards)
+        self._allocations = self._allocations_of(shards)
         self._fingerprint = self._marks()
         return True
+
+    def _allocations_of(self, shards: Sequence[Shard]) -> Allocations:
+        # readers of parameters are asked to account while the count is confirmed; an arena is filled from them at once
+        return Allocations((shard.tensor for shard in shards), counted=self._contents.is_live)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether nothing is left to `confirm` of what `follow` found."""
+        return self._allocations.is_confirmed
+
+    def confirm(self) -> None:
+        """Makes sure, while readers read, of what `follow` took for granted.
+
+        Raises:
+            SourceError: memory of parameters was given back since the last sync: what was read is another's.
+        """
+        try:
+            same = self._allocations.confirm()
+        except TransportError as error:
+            raise SourceError(f"memory of source rank {self.rank} was given back before this sync: {error}") from error
+        if not same:
+            raise SourceError(
+                f"memory of source rank {self.rank} was given back and taken again before this sync, unseen because the counters "
+                "of torch's allocator were set back (torch.cuda.reset_accumulated_memory_stats); publish again"
+            )
 
     def _marks(self) -> Any:
         try:

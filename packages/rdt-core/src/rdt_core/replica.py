@@ -16,7 +16,7 @@ import torch
 
 from . import wire
 from .control import Control
-from .engines import STEPS, ConnectInfo, Receive
+from .engines import STEPS, ConnectInfo, Receive, keeps_steps
 from .errors import CoordinatorLostError, DeadlineError, EngineError, RdtError, StepError, TornReplicaError
 from .landing import ModuleLanding
 from .rates import check_slow_links
@@ -190,8 +190,7 @@ class ModuleReplica:
             )
         self.name = name
         self.workers = list(workers)
-        is_whole = all(getattr(type(self), step) is getattr(ModuleReplica, step) for step in STEPS)
-        self.receive: Receive | None = self._receive if is_whole else None
+        self.receive: Receive | None = self._receive if keeps_steps(self, ModuleReplica) else None
 
     def _all(self, method: str, *args: Any, deadline: float) -> list[Any]:
         timeout = max(0.0, deadline - time.monotonic())

@@ -263,7 +263,7 @@ class WeightSync(Membership):
         try:
             self._driver.connect(self._control, client, timeout_s)
             if version is not None and not known:  # only now: one that cannot be connected goes on as it did
-                client.pause(deadline=time.monotonic() + timeout_s)
+                self._pause(client, timeout_s)
         except _OF_AN_ENGINE as error:
             text = str(error) if repr(client.name) in str(error) else f"replica {client.name!r}: {error}"
             if known and version is not None:
@@ -284,6 +284,18 @@ class WeightSync(Membership):
                 "the next publish",
                 client.name, version, self.group,
             )  # fmt: skip
+
+    def _pause(self, client: EngineClient, timeout_s: float) -> None:
+        """Pauses a replica that is no member yet; one that cannot be paused is let go again. The pause may have come through."""
+        try:
+            client.pause(deadline=time.monotonic() + timeout_s)
+        except RdtError as error:
+            try:
+                self._control.detach(client.name, self._token)
+                client.resume(deadline=time.monotonic() + timeout_s)
+            except RdtError as left:
+                raise EngineError(f"{error}. It may be paused, since it did not resume either: {left}") from error
+            raise
 
     def detach(self, client: EngineClient | str) -> None:
         """Takes a replica out of the group (also one that died). The engine itself is left alone."""
@@ -447,6 +459,8 @@ class WeightSync(Membership):
         tasks = drive.tasks()
         if requests or not readable or verify != "off":
             tasks.insert(0, partial(self._hold, sync, version, requests, timeout_s, phases, verify))
+        if not self._publisher.is_confirmed:
+            tasks.insert(0, partial(self._confirm, sync))
         failure = side_by_side(tasks)
         if failure is None and clients and len(drive.failed) == len(clients):
             failure = SyncError("; ".join(drive.failed.values()))
@@ -466,6 +480,7 @@ class WeightSync(Membership):
                 sync, self.rank, phases["total"], phases, {**out, **drive.failed}, timeout_s=timeout_s
             )
         except Exception as error:
+            self._failed(sync, "commit", error)  # a commit that is still on its way is refused then
             drive.abort(text_of(error))
             self._disown(drive, error)
             self._driver.doubted.update(names)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from rdt_core.engines import STEPS, CachePolicy, ConnectInfo, Receive
+from rdt_core.engines import STEPS, CachePolicy, ConnectInfo, Receive, keeps_steps
 from rdt_core.errors import DeadlineError, EngineError, StepError
 from rdt_core.web import StatusError, Web
 
@@ -257,6 +257,7 @@ class SglangRayEngine(_SglangEngine):
                 f"replica {name!r}: {target!r} is no handle of an SGLangServer, no list of scheduler actors and no engine"
             )
         whole = self._reached is self._controlled and hasattr(target, "receive_version")
+        whole = whole and keeps_steps(self, SglangRayEngine)
         #: an `SGLangServer` takes a sync in one call; everything else is driven step by step
         self.receive: Receive | None = self._receive if whole else None
         self._in_one_call = False  # the sync that runs, or ran last

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rdt_core.engines import STEPS, CachePolicy, ConnectInfo, PauseMode, Receive
+from rdt_core.engines import STEPS, CachePolicy, ConnectInfo, PauseMode, Receive, keeps_steps
 from rdt_core.errors import DeadlineError, EngineError, StepError
 from rdt_core.web import StatusError, Web
 
@@ -256,6 +256,7 @@ class VllmRayEngine(_VllmEngine):
             raise EngineError(f"replica {name!r} has no actors")
         # one call has one deadline; where requests end first, the pause alone may take as long
         whole = len(self.handles) == 1 and hasattr(self.handles[0], "receive_version") and pause != "wait"
+        whole = whole and keeps_steps(self, VllmRayEngine)
         #: a `VllmServer` takes a sync in one call; other actors are driven step by step
         self.receive: Receive | None = self._receive if whole else None
         self._is_resumed = False  # by the call that stamped it

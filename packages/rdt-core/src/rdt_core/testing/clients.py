@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..engines import STEPS, ConnectInfo, EngineClient
+from ..engines import STEPS, ConnectInfo, EngineClient, receive_of
 from ..errors import EngineError, RdtError
 from ..sync import WeightSync
 from .comparing import refuse
@@ -140,7 +140,7 @@ class Watched:
         self.calls: dict[str, int | None] = {}
         self.fails = False
         self._timeout_s = timeout_s
-        if getattr(client, "receive", None) is not None:
+        if receive_of(client) is not None:
             self.receive = self._receive
 
     def deadline(self) -> float:
