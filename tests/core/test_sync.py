@@ -445,13 +445,19 @@ def test_a_sync_that_needs_nothing_of_a_source_rank_asks_nothing_of_it(group, mo
 
 
 def asked_late(made, monkeypatch) -> list[tuple[bool, bool]]:
-    """For each pull: whether the reader said that it reads already, and whether it had what it asked for."""
+    """For each pull: whether the reader said that it reads already, and whether it had that when it waited for the answer."""
     post, found = LocalControl._post, []
 
     def watched(self, method, args):
-        if method == "enter":
+        wait = post(self, method, args)
+        if method != "enter":
+            return wait
+
+        def answer(limit_s):
             found.append((args[4], torch.equal(made.workers[0].module.norm, whole("norm.weight", args[2]))))
-        return post(self, method, args)
+            return wait(limit_s)
+
+        return answer
 
     monkeypatch.setattr(LocalControl, "_post", watched)
     return found
