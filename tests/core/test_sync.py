@@ -573,7 +573,7 @@ def test_memory_that_turns_out_to_be_anothers_fails_the_sync_before_its_commit(g
     assert_serves(made, 3)
 
 
-@pytest.mark.parametrize("way", ["subclass", "instance"])
+@pytest.mark.parametrize("way", ["subclass", "instance", "proxy"])
 def test_a_client_with_a_step_of_its_own_is_driven_step_by_step(group, way):
     pulled = []
 
@@ -583,8 +583,19 @@ def test_a_client_with_a_step_of_its_own_is_driven_step_by_step(group, way):
             super().pull(version, deadline=deadline)
 
     made = group(2, 1)
+
+    class Proxy:
+        def __getattr__(self, name):
+            return getattr(plain, name)
+
+        def pull(self, version, *, deadline):
+            pulled.append(version)
+            plain.pull(version, deadline=deadline)
+
     if way == "subclass":
         made.replica = Own(made.workers)
+    elif way == "proxy":
+        plain, made.replica = made.replica, Proxy()
     else:
         pull = made.replica.pull
         made.replica.pull = lambda version, *, deadline: (pulled.append(version), pull(version, deadline=deadline))

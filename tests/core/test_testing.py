@@ -413,8 +413,6 @@ def test_a_broken_landing_is_told_why(kind: Callable[[], ModuleLanding], wrong: 
 class Client:
     """A client that passes everything on to another one, step by step."""
 
-    receive = None
-
     def __init__(self, inner: ModuleReplica) -> None:
         self.inner, self.name = inner, inner.name
 

@@ -6,6 +6,7 @@ A client stands for one replica and reaches every rank of it. Every call returns
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Literal, Protocol, runtime_checkable
 
@@ -37,8 +38,7 @@ STEPS = ("pause", "begin", "pull", "finish")
 class Receive(Protocol):
     """All steps of a sync but the commit in one call, for an engine that offers it; see `EngineClient` for each.
 
-    A client that has it carries it as its attribute `receive`; None, or no such attribute: it is driven step by step. One that
-    wraps another client and does anything else in a step has to hide it.
+    A client that has it carries it as its own attribute `receive`; None, or no such attribute: it is driven step by step.
     """
 
     def __call__(self, version: int, *, deadline: float) -> Mapping[str, float]:
@@ -66,9 +66,13 @@ def keeps_steps(client: object, base: type) -> bool:
 
 
 def receive_of(client: EngineClient) -> Receive | None:
-    """Returns how a client takes a sync in one call; None where it has to be driven step by step."""
-    if getattr(client, "__dict__", {}).keys() & set(STEPS):
-        return None  # a step was replaced on this instance
+    """Returns how a client takes a sync in one call; None where it has to be driven step by step.
+
+    That is also where a step was replaced on the instance, and where `receive` is another client's to which it passes calls on.
+    """
+    is_own = inspect.getattr_static(client, "receive", None) is not None
+    if not is_own or getattr(client, "__dict__", {}).keys() & set(STEPS):
+        return None
     receive: Receive | None = getattr(client, "receive", None)
     return receive
 

@@ -270,7 +270,9 @@ class Receiver:
         phases = dict.fromkeys(("wait", "transfer", "land"), 0.0)
         # one that comes again, or late, must not touch what is served: it waits for the coordinator's word
         early = connection.is_readable_at_once and self._entered is not None and version > self._entered
-        enter = cache(partial(self.control.enter, self.name, connection.manifest.incarnation, version, timeout_s, early=early))
+        enter = cache(
+            partial(self.control.enter, self.name, connection.manifest.incarnation, version, timeout_s, early=early)
+        )
         if self.device.type == "cpu":
             enter()  # here the posts themselves move bytes; elsewhere they only take time that a device could move some
 
