@@ -108,12 +108,12 @@ class Late:
 
 class Worker(ModuleWorker):
     def __init__(self) -> None:
-        from rdt_core import receiver
+        from rdt_core import connector
 
         super().__init__(Served)
-        make = receiver.make_reader_endpoint
+        make = connector.make_reader_endpoint
         self.limits: dict[int, float] = {}
-        receiver.make_reader_endpoint = lambda *args, **options: Throttled(make(*args, **options), self.limits)
+        connector.make_reader_endpoint = lambda *args, **options: Throttled(make(*args, **options), self.limits)
 
     def limit(self, source: int, gbps: float) -> None:
         self.limits[source] = gbps

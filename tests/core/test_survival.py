@@ -683,7 +683,7 @@ def test_a_replica_that_cannot_be_attached_goes_on_and_one_that_is_attached_late
     workers = [ModuleWorker(build, 0, 1, None, made.control, made.exchange)]
     late = Replica(workers, "late")
     late.breaks["connect"] = failing("nothing listens")
-    with caplog.at_level("INFO", "rdt_core.sync"):
+    with caplog.at_level("INFO", "rdt_core.attaching"):
         with pytest.raises(EngineError, match=r"replica 'late': nothing listens$"):
             made.syncs[0].attach(late)
         assert not late.paused

@@ -22,9 +22,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rdt_core.connector import DEFAULT_KINDS
 from rdt_core.errors import EngineError, SyncError
 from rdt_core.rates import check_slow_links
-from rdt_core.receiver import DEFAULT_KINDS, Receiver
+from rdt_core.receiver import Receiver
 from rdt_core.rendezvous import ensure_ray, open_coordinator
 
 from .landing import VllmLanding

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from .. import wire
+from ..connector import DEFAULT_KINDS
 from ..errors import DeadlineError, RdtError
-from ..receiver import DEFAULT_KINDS
 from ..shapes import checkpoint_tensors
 from . import digests
 from .collectives import one_gpu_each

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..connector import DEFAULT_KINDS
 from ..errors import SourceError
 from ..notation import ENGINES, TRAINERS, OptionError, Spec, engine_spec, only, trainer_spec
 from ..publisher import DEFAULT_BUCKET_BYTES, MODES
-from ..receiver import DEFAULT_KINDS
 from ..report import size
 from ..shapes import Config, checkpoint_tensors, config_of
 from ..trainers import Catalogue, MegatronLayout, layout_of

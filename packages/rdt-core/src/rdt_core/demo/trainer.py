@@ -101,7 +101,7 @@ class FsdpTrainer:
         """Joins the sync group with this rank's shards. Errors as `WeightSync.join`."""
         import torch
 
-        from ..receiver import DEFAULT_KINDS
+        from ..connector import DEFAULT_KINDS
         from ..sources import ModuleSource
         from ..sync import WeightSync
 
