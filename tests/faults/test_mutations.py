@@ -13,7 +13,7 @@ from rdt_testbed.faults.summary import Heartbeat
 pytestmark = pytest.mark.integration
 
 #: a message that comes twice may come in time to do no harm
-ATTEMPTS = 4
+ATTEMPTS = 8
 #: by mechanism: a trial that shows it, and what is said when it is off
 TRIALS = {
     "accounts": ("sources=2 replicas=1; publish; replica0/0 control.done 1 before drop", "without an account"),

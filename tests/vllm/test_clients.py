@@ -356,8 +356,8 @@ def test_an_engine_that_was_not_stamped_by_this_call_is_resumed_by_its_own(answe
     [
         ("pause", ["update_weights", "finish_weight_update", "get_weight_version"]),
         ("begin", ["update_weights", "finish_weight_update", "get_weight_version"]),
-        ("pull", ["start_weight_update", "update_weights", "finish_weight_update"]),
-        ("finish", ["start_weight_update", "update_weights", "finish_weight_update"]),
+        ("pull", ["update_weight_version", "start_weight_update", "update_weights", "finish_weight_update"]),
+        ("finish", ["update_weight_version", "start_weight_update", "update_weights", "finish_weight_update"]),
     ],
 )
 def test_an_abort_does_what_the_failed_step_of_one_call_left_to_do(answers, step, calls):

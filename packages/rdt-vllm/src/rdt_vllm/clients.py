@@ -70,6 +70,7 @@ class _VllmEngine(ABC):
         self._finishing = False
         self._uncommitted: int | None = None  # version that was pulled, in part or whole
         self._before: str | None = None  # the engine's stamp when the sync began; None: not known
+        self._is_unsure = False  # whether the engine was told that it is receiving, though it may have received
 
     # what each transport gives
 
@@ -182,11 +183,16 @@ class _VllmEngine(ABC):
         pulled = self._uncommitted is not None
         if not self._open and not pulled:
             return
+        unsure, self._is_unsure = self._is_unsure, False
         # an update that is finished, or of which the last worker is, has to be started once more to be aborted; a version that
         # was not pulled in this sync may be the one that is served
-        self._end(
-            self._finishing or not self._open, f"version {version}: {reason}", deadline, version if pulled else -1
-        )
+        try:
+            if unsure:
+                self._stamp(f"{RECEIVING}{version}", deadline)  # it must not claim what it may not hold
+        finally:
+            self._end(
+                self._finishing or not self._open, f"version {version}: {reason}", deadline, version if pulled else -1
+            )
         self._open, self._finishing, self._uncommitted = False, False, None
         before, self._before = self._before, None
         if before is not None and set(self._weight_version(deadline)) == {f"{RECEIVING}{version}"}:
@@ -316,6 +322,7 @@ class VllmRayEngine(_VllmEngine):
             self._open, self._finishing = failed is not None, failed in STEPS[2:]
             if reached >= STEPS.index("pull"):
                 self._uncommitted, self._before = version, None
+            self._is_unsure = self._finishing
         return seconds
 
     def _restamp(self, expected: str, version: str, deadline: float) -> tuple[list[str], list[str]]:
