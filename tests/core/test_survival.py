@@ -101,12 +101,13 @@ class World:
             **self.options,
         )  # fmt: skip
 
-    def replica(self, name: str, workers: int = 1) -> Replica:
+    def replica(self, name: str, workers: int = 1, *, attach: bool = True) -> Replica:
         """Makes a replica and attaches it."""
         made = Replica(
             [ModuleWorker(build, rank, workers, None, self.control, self.exchange) for rank in range(workers)], name
         )
-        self.syncs[0].attach(made)
+        if attach:
+            self.syncs[0].attach(made)
         return made
 
     def fill(self, value: float) -> None:
@@ -247,6 +248,25 @@ def test_a_commit_that_the_coordinator_refuses_tears_every_replica(world, monkey
     monkeypatch.undo()
     made.good(3)
     assert served(replica) == ({3}, {3.0})
+
+
+def test_a_late_replica_that_cannot_be_paused_is_let_go_and_never_resumed(world):
+    made = world()
+    made.replica("a")
+    made.good(1)
+    late = made.replica("late", attach=False)
+    calls = []
+
+    def pause(*, deadline):
+        calls.append("pause")
+        raise DeadlineError("no answer to pause")
+
+    late.pause, late.resume = pause, lambda *, deadline: calls.append("resume")
+    with pytest.raises(EngineError, match=r"replica 'late': no answer to pause. It is not attached, and may be paused"):
+        made.syncs[0].attach(late)
+    assert calls == ["pause"]
+    assert made.states() == {"a": ("serving", 1)}
+    made.good(2)
 
 
 def test_a_replica_that_cannot_be_stamped_or_resumed_is_said(world):

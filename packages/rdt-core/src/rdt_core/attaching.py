@@ -138,16 +138,15 @@ class Attaching(Membership):
             )  # fmt: skip
 
     def _pause(self, client: EngineClient, timeout_s: float) -> None:
-        """Pauses a replica that is no member yet; one that cannot be paused is let go again. The pause may have come through."""
+        """Pauses a replica that is no member yet; one that cannot be paused is let go again, but not resumed: it may be torn."""
         try:
             client.pause(deadline=time.monotonic() + timeout_s)
         except RdtError as error:
-            try:
-                self._control.detach(client.name, self._token)
-                client.resume(deadline=time.monotonic() + timeout_s)
-            except RdtError as left:
-                raise EngineError(f"{error}. It may be paused, since it did not resume either: {left}") from error
-            raise
+            self._control.detach(client.name, self._token)
+            raise EngineError(
+                f"{error}. It is not attached, and may be paused: attach it again, or resume it by its own means if it was never "
+                "left half-way by a sync"
+            ) from error
 
     def detach(self, client: EngineClient | str) -> None:
         """Takes a replica out of the group (also one that died). The engine itself is left alone."""
