@@ -122,6 +122,8 @@ class Membership:
                 offers, refs = self._publisher.serve(requests)
                 self._control.offer(self.rank, sync, offers, refs)
                 self._timeline.add("offer", started, track=_OWN)
+            phase = "check"
+            self._publisher.confirm()  # before anything is published, which every account and so the commit waits for
             proof = None
             if verify != "off":
                 phase = "verify"
@@ -163,13 +165,6 @@ class Membership:
                 self._control.digests(self.rank, sync, proof.digests(), proof.seconds)
         except Exception as error:
             raise self._failed(sync, phase, error) from error
-
-    def _confirm(self, sync: int) -> None:
-        """Makes sure, while readers read, that this rank's memory is what it took it for."""
-        try:
-            self._publisher.confirm()
-        except Exception as error:
-            raise self._failed(sync, "check", error) from error
 
     def _told(self) -> wire.Timeline | None:
         """What this rank did so far. The driver keeps its own, which goes on after the commit."""

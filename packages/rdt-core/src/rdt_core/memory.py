@@ -204,6 +204,10 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     return found
 
 
+#: allocations from which on it takes longer to ask the driver about each than to confirm a count meanwhile
+_COUNTED_FROM = 1000
+
+
 class Allocations:
     """The device allocations below some tensors, remembered so that others at the same addresses are noticed.
 
@@ -232,7 +236,11 @@ class Allocations:
             base, size = cudadriver.allocation(address, device)
             self._bases.setdefault(device, {})[base] = None
             ranges.append((base, base + size))
-        self._counted = {device for device, bases in self._bases.items() if counted and _is_counted(bases, device)}
+        self._counted = {
+            device
+            for device, bases in self._bases.items()
+            if counted and len(bases) >= _COUNTED_FROM and _is_counted(bases, device)
+        }
         self._known: dict[int, tuple[int, tuple[int, ...]]] = {}  # count and numbers, by device
         self._unasked: set[int] = set()  # devices of which the latest `ids` went by the count
 

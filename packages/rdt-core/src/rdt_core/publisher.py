@@ -289,13 +289,8 @@ class Publisher:
         # readers of parameters are asked to account while the count is confirmed; an arena is filled from them at once
         return Allocations((shard.tensor for shard in shards), counted=self._contents.is_live)
 
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether nothing is left to `confirm` of what `follow` found."""
-        return self._allocations.is_confirmed
-
     def confirm(self) -> None:
-        """Makes sure, while readers read, of what `follow` took for granted.
+        """Makes sure, while readers read already, of what `follow` took for granted.
 
         Raises:
             SourceError: memory of parameters was given back since the last sync: what was read is another's.
@@ -333,13 +328,15 @@ class Publisher:
     def readable(self) -> int:
         """Rounds whose bytes are readable with no further work in a sync, once this returned: 0 or 1.
 
-        That is the one round of mode `live`, where nothing is packed for any reader that asked so far. Readers for whom
-        nothing is packed may read it as soon as the sync has begun, whatever this returns for the sake of others.
+        That is the one round of mode `live`, where nothing is packed for any reader that asked so far, and nothing is left to
+        `confirm`. Readers for whom nothing is packed may read it as soon as the sync has begun, whatever this returns; they
+        account for what they read once it is published.
         """
         if not self._contents.is_live:
             return 0
         settle(self.device)
-        return 0 if any(served.packs for served in self._served.values()) else 1
+        is_packed = any(served.packs for served in self._served.values())
+        return 1 if self._allocations.is_confirmed and not is_packed else 0
 
     def rounds_written(self) -> Iterator[int]:
         """Writes round after round; each yield means that this round's bytes are readable, packed spans included.

@@ -340,8 +340,6 @@ class WeightSync(Attaching):
         tasks = drive.tasks()
         if requests or not readable or verify != "off":
             tasks.insert(0, partial(self._hold, sync, version, requests, timeout_s, phases, verify))
-        if not self._publisher.is_confirmed:
-            tasks.insert(0, partial(self._confirm, sync))
         failure = side_by_side(tasks)
         if failure is None and clients and len(drive.failed) == len(clients):
             failure = SyncError("; ".join(drive.failed.values()))
