@@ -136,8 +136,8 @@ class Receiver(Connector):
             began = time.perf_counter()
             self._sync, verify = enter()()
             self._timeline.add("wait", began)
-            if not early:
-                phases["wait"] = time.perf_counter() - began
+            is_moving = early and self.device.type != "cpu"
+            phases["transfer" if is_moving else "wait"] += time.perf_counter() - began
             self._entered = version
             self._is_verified = verify != "off"
             if not self._is_verified:
