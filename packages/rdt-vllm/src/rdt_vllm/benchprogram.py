@@ -30,6 +30,7 @@ from rdt_core.bench.fleet import end_actors
 from rdt_core.bench.results import medians
 from rdt_core.bench.source import SourceRank
 from rdt_core.bench.tensorfile import nbytes
+from rdt_core.demo.local import Family
 from rdt_core.shapes import Config, checkpoint_tensors, config_of
 
 from .clients import VllmRayEngine
@@ -182,8 +183,8 @@ def _timed_client(client: Any, seconds: dict[str, float]) -> Any:
 class _Run:
     """One engine and its measurements, one after the other."""
 
-    def __init__(self, request: dict[str, Any], folder: Path) -> None:
-        self.request, self.folder = request, folder
+    def __init__(self, request: dict[str, Any], folder: Path, family: Family) -> None:
+        self.request, self.folder, self.family = request, folder, family
         self.ranks, self.tp, self.device = int(request["ranks"]), int(request["tp"]), str(request["device"])
         self.timeout_s, self.rounds = float(request["timeout_s"]), int(request["rounds"])
         self.config = config_of(request["model"], request["layers"])
@@ -216,6 +217,7 @@ class _Run:
                 rows[key] = PeerRow(name=label, error=f"{type(error).__name__}: {text}")
                 break
         else:
+            self.family.note()  # an EngineCore that is killed leaves the shared memory of its queues behind
             self._get(self.server.shutdown.remote())
             times = p50(rows[STOCK].seconds) / p50(rows["mapped"].seconds)
             what = f"{rows[STOCK].what}; {times:.1f} x rdt's publish over mapped links"
@@ -344,6 +346,7 @@ def main(path: str) -> list[PeerRow]:
 
     request = json.loads(Path(path).read_text())
     gpus = torch.cuda.device_count() if request["device"] == "cuda" else int(request["tp"])
+    family = Family()
     ray.init(
         address="local", num_cpus=8, num_gpus=gpus, object_store_memory=256 << 20, include_dashboard=False,
         namespace=_NAMESPACE, log_to_driver=False,
@@ -351,9 +354,11 @@ def main(path: str) -> list[PeerRow]:
     )  # fmt: skip
     try:
         with tempfile.TemporaryDirectory(prefix="rdt-bench-vllm-") as folder:
-            return _Run(request, Path(folder)).all()
+            return _Run(request, Path(folder), family).all()
     finally:
+        family.note()
         ray.shutdown()
+        family.end()
 
 
 if __name__ == "__main__":
