@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rdt_core.demo.local import Family, cluster
 from rdt_core.errors import RdtError
+from rdt_core.localcluster import Family, cluster
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 # prints the number of a grandchild, then ends, so that the grandchild has no parent of this run

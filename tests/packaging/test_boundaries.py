@@ -54,7 +54,7 @@ ORDER = (
     ("verifying",),
     ("synccalls",),
     ("coordinator",),
-    ("control", "engines", "report", "cluster"),
+    ("control", "engines", "report", "cluster", "localcluster"),
     ("rendezvous", "contents", "rates", "outcomes"),
     ("publisher", "connector", "driver", "metrics", "perfetto"),
     ("receiver", "membership", "checking"),

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from .control import Control
 from .driver import Driver
 from .engines import EngineClient
 from .errors import (
@@ -25,7 +24,6 @@ from .errors import (
     text_of,
 )
 from .membership import Membership
-from .publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -35,31 +33,9 @@ _OF_AN_ENGINE: tuple[type[RdtError], ...] = (EngineError, DeadlineError, Coverag
 
 
 class Attaching(Membership):
-    """A membership with replicas. See `Membership` for the other arguments.
+    """A membership with replicas."""
 
-    Args:
-        driver: of the replicas; rank 0's has some.
-    """
-
-    def __init__(
-        self,
-        driver: Driver,
-        control: Control,
-        publisher: Callable[[], Publisher],
-        *,
-        group: str,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        takeover: bool,
-        reopen: Callable[[float], Control] | None,
-    ) -> None:
-        super().__init__(
-            control, publisher, group=group, rank=rank, world_size=world_size, timeout_s=timeout_s, takeover=takeover,
-            reopen=reopen,
-        )  # fmt: skip
-        self._driver = driver
-        self._driver.token = self._token
+    _driver: Driver  # of the replicas; rank 0's has some
 
     def attach(self, client: EngineClient, *, timeout_s: float | None = None) -> None:
         """Adds a replica: it traces, plans, and takes part from the next sync on. On rank 0 only.

@@ -16,7 +16,7 @@ from . import wire
 from .checks import Landed
 from .control import Control
 from .driver import Driver
-from .errors import SyncError, WireError
+from .errors import SyncError, WireError, text_of
 from .geometry import Box
 from .naming import Names, describe
 from .publisher import Publisher
@@ -78,7 +78,7 @@ def check(
         control.check_end(number, report)
         return report
     except Exception as error:
-        failure = control.check_fail(number, f"source rank {rank}", str(error) or repr(error))
+        failure = control.check_fail(number, f"source rank {rank}", text_of(error))
         raise SyncError(failure) from error
 
 

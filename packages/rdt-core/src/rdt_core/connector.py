@@ -22,6 +22,7 @@ from .linking import make_program, request_digest
 from .memory import Arena
 from .planning import make_plan
 from .precision import check_float8, narrowed
+from .rates import LinkRates, SlowLinks
 from .routing import Routing
 from .transport import LocalExchange, available, make_reader_endpoint
 from .transport.base import ReaderEndpoint
@@ -35,7 +36,22 @@ DEFAULT_KINDS = ("mapped", "prepared", "ray")
 
 
 class Connector:
-    """One engine rank of a replica, and its connection to a group. See `Receiver` for the arguments."""
+    """One engine rank of a replica, and its connection to a group.
+
+    Args:
+        landing: the engine's model.
+        control: the group's coordinator.
+        group: name of the sync group.
+        replica: name of the replica, unique in the group.
+        rank: of this engine rank in its replica.
+        world_size: engine ranks of the replica.
+        device: where the model lives.
+        kinds: link kinds allowed, in order of preference.
+        timeout_s: deadline of every single wait, in seconds.
+        pack_threshold: bytes of a row below which it is packed; 0 takes the kind's own default.
+        exchange: shared with the owners, where kind "local" is allowed.
+        slow_links: what becomes of links that are far too slow; see `WeightSync.join`.
+    """
 
     def __init__(
         self,
@@ -47,10 +63,11 @@ class Connector:
         rank: int,
         world_size: int,
         device: torch.device,
-        kinds: Sequence[str],
-        timeout_s: float,
-        pack_threshold: int,
-        exchange: LocalExchange | None,
+        kinds: Sequence[str] = DEFAULT_KINDS,
+        timeout_s: float = 60.0,
+        pack_threshold: int = 0,
+        exchange: LocalExchange | None = None,
+        slow_links: SlowLinks = "refuse",
     ) -> None:
         self.landing = landing
         self.control = control
@@ -64,6 +81,7 @@ class Connector:
         self.pack_threshold = pack_threshold
         self.name = f"{replica}/{rank}"
         self._exchange = exchange
+        self._rates = LinkRates(self.name, node(self.device), slow_links)
         self._connection: Connection | None = None
         # a pull broke off: transfers may be in flight, or disagree with their owners; the next connect makes all links anew
         self._is_doubted = False

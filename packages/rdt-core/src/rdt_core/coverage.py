@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .errors import CoverageError
+from .errors import CoverageError, some
 from .geometry import Box, subtract
 from .wire import TensorMeta
 
@@ -59,8 +59,7 @@ def check_taken(
         if left:
             wrong.append(f"{meta.name!r} (elements {left[0]} of shape {meta.shape})" if held else repr(meta.name))
     if wrong:
-        shown = ", ".join(wrong[:20]) + (f" and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise CoverageError(
-            f"no engine rank of the replica takes {len(wrong)} of {len(tensors)} checkpoint tensors: {shown}; "
+            f"no engine rank of the replica takes {len(wrong)} of {len(tensors)} checkpoint tensors: {some(wrong, 20)}; "
             f"if the engine has no use for them, name them in `ignored`"
         )

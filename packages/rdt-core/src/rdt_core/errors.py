@@ -6,6 +6,7 @@ which kind of mistake it was, so that callers can tell a wrong set-up from a fau
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -80,6 +81,12 @@ class EngineError(RdtError):
 def text_of(error: object) -> str:
     """What an error says, as text that every message can carry: names of files need not be UTF-8."""
     return (str(error) or repr(error)).encode("utf-8", "backslashreplace").decode()
+
+
+def some(names: Iterable[str], limit: int = 8) -> str:
+    """Returns the first of many names, and how many more there are, for a message."""
+    listed = list(names)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 
 
 class StepError(EngineError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Iterable
 
-from .errors import RdtError
+from .errors import RdtError, some
 
 _NAMED = 16
 
@@ -92,6 +92,4 @@ def member_name(member: Hashable) -> str:
 
 def member_names(members: Iterable[Hashable]) -> str:
     """Returns the names of members for a message, the first few of many."""
-    names = [member_name(member) for member in members]
-    shown = ", ".join(names[:_NAMED])
-    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
+    return some(map(member_name, members), _NAMED)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from .errors import CoverageError, EngineError
+from .errors import CoverageError, EngineError, some
 from .memory import whole
 from .tracing import Destinations, Fill, Slice, Trace, trace
 from .wire import TensorMeta
@@ -111,7 +111,7 @@ def foreign_names(result: Trace) -> str:
     others = [name for name in result.offered if name not in taken]
     if not others:
         return ""
-    shown = ", ".join(map(repr, others[:4])) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+    shown = some(map(repr, others), 4)
     told = f". Of {len(result.offered)} tensors that are offered its loaders take {len(taken)}, and not {shown}"
     if known := megatron_names(others):
         return told + known
@@ -160,7 +160,7 @@ class ModuleLanding:
         ]
         moved += [key for key in now if key not in self._storages]
         if moved:
-            shown = ", ".join(map(repr, moved[:8])) + (f" and {len(moved) - 8} more" if len(moved) > 8 else "")
+            shown = some(map(repr, moved))
             raise EngineError(
                 f"parameters or buffers of the served module are not where they were when it was connected: {shown}; "
                 f"they were replaced or moved. The replica finds them when it is connected again, as the next publish does"
@@ -210,10 +210,10 @@ class ModuleLanding:
                 if count * unit < parameter.nbytes and not any(fnmatchcase(name, pattern) for pattern in self.kept):
                     stale.append(f"{name!r} ({count * unit} of {parameter.nbytes} bytes)")
         if stale:
-            shown = ", ".join(stale[:8]) + (f" and {len(stale) - 8} more" if len(stale) > 8 else "")
             raise CoverageError(
                 f"{len(stale)} parameters of the served module are not reached by what the source offers, or not all of them, "
-                f"and would keep their values: {shown}. Let the source offer them, or name them in kept={foreign_names(result)}"
+                f"and would keep their values: {some(stale)}. Let the source offer them, or name them in kept="
+                f"{foreign_names(result)}"
             )
 
     def destinations(self) -> Mapping[str, Destination]:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import msgspec
 
 from . import wire
-from .errors import RdtError
+from .errors import RdtError, text_of
 from .report import by_kind, one_line, rate, slow_links, slowest, sync_table
 from .timeline import Recorder
 
@@ -115,7 +115,7 @@ class Watch:
         except Exception as error:
             seconds = time.perf_counter() - watched.timeline.began
             if not self._is_silent:
-                told = one_line(str(error) or repr(error), _LINE)
+                told = one_line(text_of(error), _LINE)
                 log.warning("version %d of %r failed after %.3f s: %s", version, self._group, seconds, told)
             self._tell(partial(self._failure, watched, version, mode, states, seconds, error))
             raise
@@ -161,7 +161,7 @@ class Watch:
             outcome="failed",
             seconds=seconds,
             replicas=self._ask(states),
-            error=str(error) or repr(error),
+            error=text_of(error),
             error_kind=type(error).__name__,
             timeline=watched.timeline.timeline("driver"),
         )

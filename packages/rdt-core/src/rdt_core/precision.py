@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .errors import CoverageError
+from .errors import CoverageError, some
 from .tracing import Slice
 from .wire import DTYPE_BYTES
 
@@ -36,7 +36,7 @@ def check_float8(slices: Sequence[Slice], who: str) -> None:
     if wrong:
         raise CoverageError(
             f"{who}: {len(wrong)} tensors travel in float8 and land in parameters of another dtype, where a cast without their "
-            f"scales gives other weights: {_some(wrong.values())}. Leave float8 out of the source's dtype="
+            f"scales gives other weights: {some(wrong.values(), _SHOWN)}. Leave float8 out of the source's dtype="
         )
 
 
@@ -48,13 +48,8 @@ def narrowed(slices: Iterable[Slice]) -> list[str]:
         if is_narrower and "float" in one.source_dtype and "float" in one.dtype and "e8m0" not in one.source_dtype:
             found.setdefault((one.source_dtype, one.dtype), {})[one.name] = None
     return [
-        f"{len(names)} tensors travel as {wire} and land in parameters of {own} ({_some(map(repr, names))}): whatever the "
+        f"{len(names)} tensors travel as {wire} and land in parameters of {own} ({some(map(repr, names), _SHOWN)}): whatever the "
         f"trainer's parameters hold beyond {wire} is lost on the wire. Where they hold more, give the source the engine's dtype "
         "(dtype=), or none"
         for (wire, own), names in found.items()
     ]
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
-
-import torch
 
 from . import wire
 from .connection import Connection, Step
-from .connector import DEFAULT_KINDS, Connector
-from .control import Control
-from .errors import RdtError, SyncError, VerifyError
+from .connector import Connector
+from .errors import RdtError, SyncError, VerifyError, text_of
 from .gates import member_name
-from .landing import Landing
 from .memory import settle
 from .proofs import ReaderProof
-from .rates import LinkRates, Meter, SlowLinks
+from .rates import Meter
 from .timeline import Recorder
-from .transport import LocalExchange
-from .transport.nodes import node
 from .transport.thresholds import reports
 from .transport.waiting import Flight, post_all, wait_all
 from .verifying import check_mode
@@ -44,64 +38,27 @@ class _RefusedError(Exception):
 
 
 class Receiver(Connector):
-    """Receives weights for one engine rank.
+    """Receives weights for one engine rank. See `Connector` for the arguments."""
 
-    Args:
-        landing: the engine's model.
-        control: the group's coordinator.
-        group: name of the sync group.
-        replica: name of the replica, unique in the group.
-        rank: of this engine rank in its replica.
-        world_size: engine ranks of the replica.
-        device: where the model lives.
-        kinds: link kinds allowed, in order of preference.
-        timeout_s: deadline of every single wait, in seconds.
-        pack_threshold: bytes of a row below which it is packed; 0 takes the kind's own default.
-        exchange: shared with the owners, where kind "local" is allowed.
-        slow_links: what becomes of links that are far too slow; see `WeightSync.join`.
-    """
-
-    def __init__(
-        self,
-        landing: Landing,
-        *,
-        control: Control,
-        group: str,
-        replica: str,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        kinds: Sequence[str] = DEFAULT_KINDS,
-        timeout_s: float = 60.0,
-        pack_threshold: int = 0,
-        exchange: LocalExchange | None = None,
-        slow_links: SlowLinks = "refuse",
-    ) -> None:
-        super().__init__(
-            landing, control=control, group=group, replica=replica, rank=rank, world_size=world_size, device=device, kinds=kinds,
-            timeout_s=timeout_s, pack_threshold=pack_threshold, exchange=exchange,
-        )  # fmt: skip
-        self._rates = LinkRates(self.name, node(self.device), slow_links)
-        self.version: int | None = None
-        self.torn: str | None = None
-        self._pulled: wire.ReaderReport | None = None
-        # waits until the coordinator took the account
-        self._taken: Callable[[], dict[int, list[int]]] | None = None
-        self._sync: int | None = None
-        self._is_verified = False  # the running sync
-        self._entered: int | None = None  # greatest version that the coordinator let it pull
-        self._timeline = Recorder()  # of the pull that runs
-        self._landed: int | None = None  # version whose bytes are in the model, in part or whole, and not committed
+    version: int | None = None  # that this rank serves
+    torn: str | None = None
+    _pulled: wire.ReaderReport | None = None
+    #: waits until the coordinator took the account
+    _taken: Callable[[], dict[int, list[int]]] | None = None
+    _sync: int | None = None
+    _is_verified = False  # the running sync
+    _entered: int | None = None  # greatest version that the coordinator let it pull
+    _landed: int | None = None  # version whose bytes are in the model, in part or whole, and not committed
 
     def pull(self, version: int, timeout_s: float | None = None) -> wire.ReaderReport:
         """Pulls and lands all bytes of the sync that runs now.
 
+        Where parameters lie readable as soon as a sync has begun, bytes move while the coordinator is asked whether they may; a
+        rank that it refuses is torn then.
+
         Args:
             version: that the driver asked for.
             timeout_s: deadline of each wait; default: the receiver's own.
-
-        Where parameters lie readable as soon as a sync has begun, bytes move while the coordinator is asked whether they may; a
-        rank that it refuses is torn then.
 
         Returns:
             What was moved. It is on its way to the coordinator, which takes it before it commits.
@@ -161,7 +118,7 @@ class Receiver(Connector):
             raise refused.error from None
         except Exception as error:
             self._is_doubted = True
-            self.abort(version, f"version {version} failed half-way: {str(error) or repr(error)}")
+            self.abort(version, f"version {version} failed half-way: {text_of(error)}")
             try:
                 self._report_failure(enter()()[0] if self._sync is None else self._sync, "pull", error)
             except RdtError as refusal:
@@ -356,6 +313,6 @@ class Receiver(Connector):
 
     def _report_failure(self, sync: int, phase: str, error: BaseException) -> None:
         try:
-            self.control.fail(sync, self.name, phase, str(error) or repr(error), None, self.replica)
+            self.control.fail(sync, self.name, phase, text_of(error), None, self.replica)
         except RdtError as failure:
             log.warning("%s could not tell the coordinator of its failure in %s: %s", self.name, phase, failure)

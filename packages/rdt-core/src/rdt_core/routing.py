@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 
 from .declared import merge
-from .errors import CoverageError
+from .errors import CoverageError, some
 from .geometry import Box, subtract
 from .layout import groups
 from .wire import DTYPE_BYTES, MAX_BYTES, NodeMeta, SourceManifest, TensorMeta
@@ -294,8 +294,7 @@ def _agree(manifests: Sequence[SourceManifest]) -> list[SourceManifest]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return some(map(str, ranks))
 
 
 def _matrix(rows: Sequence[tuple[int, ...]], width: int) -> Array:

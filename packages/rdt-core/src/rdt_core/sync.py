@@ -86,7 +86,7 @@ class WeightSync(Attaching):
         self._verify = verify
         self._was_alone = False  # published without a replica, and said so
         self._watch = Watch(observers if rank == 0 else None, group)
-        driver = Driver(
+        self._driver = Driver(
             {
                 "group": group,
                 "namespace": namespace,
@@ -105,9 +105,10 @@ class WeightSync(Attaching):
             )  # fmt: skip
 
         super().__init__(
-            driver, control, publisher, group=group, rank=rank, world_size=world_size, timeout_s=timeout_s, takeover=takeover,
+            control, publisher, group=group, rank=rank, world_size=world_size, timeout_s=timeout_s, takeover=takeover,
             reopen=reopen,
         )  # fmt: skip
+        self._driver.token = self._token
         if self._publisher.mode_reason != "asked for":
             log.info("source rank %d publishes in mode %s: %s", rank, self.mode, self._publisher.mode_reason)
 

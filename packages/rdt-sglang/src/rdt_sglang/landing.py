@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError
+from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError, some
 from rdt_core.landing import Destination, foreign_names, megatron_names, storage_bytes
 from rdt_core.tracing import Destinations, Fill, Slice, Trace, trace
 from rdt_core.wire import TensorMeta
 
-from .layers import check_modules, derived, some, without_post_load
+from .layers import check_modules, derived, without_post_load
 from .versions import check_sglang
 
 
@@ -157,7 +157,7 @@ class SglangLanding:
         if missing:
             raise CoverageError(
                 f"{self.who}: {len(missing)} parameters are not reached by what the trainer offers and would stay stale: "
-                f"{some(missing)}. Give the trainer's source the checkpoint tensors that these are loaded from"
+                f"{some(sorted(missing))}. Give the trainer's source the checkpoint tensors that these are loaded from"
                 f"{foreign_names(result)}"
             )
 
@@ -230,7 +230,7 @@ class SglangLanding:
     def _compare(self, before: Mapping[str, tuple[int, int]], now: Mapping[str, torch.Tensor], when: str) -> None:
         moved = [name for name, place in before.items() if name not in now or _place(now[name]) != place]
         if moved:
-            raise EngineError(f"{self.who}: the address of {some(moved)} changed {when}")
+            raise EngineError(f"{self.who}: the address of {some(sorted(moved))} changed {when}")
 
 
 def _with_roles(runners: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:

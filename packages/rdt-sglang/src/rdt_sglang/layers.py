@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rdt_core.errors import EngineError
+from rdt_core.errors import EngineError, some
 
 #: attributes by which a module tells that its weights were repacked, and what to do about it
 _REPACKED = {
@@ -74,7 +74,7 @@ def check_modules(model: torch.nn.Module, who: str) -> None:
             why = f"it is a {type(tensor).__name__}, which keeps its bytes in tensors of its own; {_WAY_OUT}"
             reasons.setdefault(why, []).append(name)
     if reasons:
-        told = "; ".join(f"{some(names)}: {why}" for why, names in reasons.items())
+        told = "; ".join(f"{some(sorted(names))}: {why}" for why, names in reasons.items())
         raise EngineError(f"{who}: weights of {type(model).__name__} cannot be written in place. {told}")
 
 
@@ -113,9 +113,3 @@ def derived(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, value in module.__dict__.items()
         if isinstance(value, torch.Tensor)
     }
-
-
-def some(names: list[str] | set[str], limit: int = 8) -> str:
-    """Returns the first names of many, for a message."""
-    ordered = sorted(names)
-    return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")

@@ -30,7 +30,7 @@ from rdt_core.bench.fleet import end_actors
 from rdt_core.bench.results import medians
 from rdt_core.bench.source import SourceRank
 from rdt_core.bench.tensorfile import nbytes
-from rdt_core.demo.local import Family
+from rdt_core.localcluster import Family
 from rdt_core.shapes import Config, checkpoint_tensors, config_of
 
 from .clients import VllmRayEngine

@@ -20,7 +20,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError
+from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError, some
 from rdt_core.landing import Destination, foreign_names, megatron_names, storage_bytes
 from rdt_core.sources.watch import ParameterWatch, TreeWatch
 from rdt_core.tracing import Destinations, Trace, trace
@@ -289,7 +289,7 @@ class VllmLanding:
             EngineError: a module is still open, or a serving tensor has another address than before.
         """
         if self._opened:
-            raise EngineError(f"{self.who}: modules {_some(self._opened)} never received all their bytes")
+            raise EngineError(f"{self.who}: modules {some(sorted(self._opened))} never received all their bytes")
         with self._vllm(), torch.no_grad():
             # derived matrices (MLA's) are made from other modules' serving tensors, so they come last
             for module in self._deferred:
@@ -367,7 +367,7 @@ class VllmLanding:
         if missing:
             raise CoverageError(
                 f"{self.who}: {len(missing)} parameters of {type(self._model).__name__} are not reached by what the trainer "
-                f"offers and would stay stale: {_some(missing)}. Give the trainer's source the checkpoint tensors that "
+                f"offers and would stay stale: {some(sorted(missing))}. Give the trainer's source the checkpoint tensors that "
                 f"these are loaded from{foreign_names(result)}"
             )
 
@@ -375,8 +375,8 @@ class VllmLanding:
         scales = [key for key in landed if layers.is_deferred(self._modules[self._formats[key].module])]
         if scales:
             raise CoverageError(
-                f"{self.who}: the trainer offers tensors for {_some(scales)}, which attention layers take only when the engine "
-                "starts (KV cache scales); leave them out of the trainer's source"
+                f"{self.who}: the trainer offers tensors for {some(sorted(scales))}, which attention layers take only when the "
+                "engine starts (KV cache scales); leave them out of the trainer's source"
             )
 
     def _refuse_shared(self) -> None:
@@ -427,7 +427,7 @@ class VllmLanding:
         now = self._watch.mark() if self._tree.is_same() else self._take_addresses()
         moved = [name for name, place in self._addresses.items() if now.get(name) != place]
         if moved:
-            raise EngineError(f"{self.who}: the address of {_some(moved)} changed {when}")
+            raise EngineError(f"{self.who}: the address of {some(sorted(moved))} changed {when}")
 
 
 def _key(module: str, name: str) -> str:
@@ -436,11 +436,6 @@ def _key(module: str, name: str) -> str:
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:limit]) + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
 
 
 def _with_index(device: torch.device) -> torch.device:

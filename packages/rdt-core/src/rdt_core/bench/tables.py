@@ -22,7 +22,7 @@ _PHASES = {
     "pause": "the engine pauses",
     "engine_begin": "and gets ready",
     "pull": "engine ranks wait, read and land",
-    "finish": "post-load steps end, accounts are taken",
+    "finish": "post-load steps end",
     "verify": "digests",
     "wait": "for source ranks",
     "transfer": "bytes are read",

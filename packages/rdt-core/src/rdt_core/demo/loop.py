@@ -20,10 +20,10 @@ from typing import Any
 
 from ..distributions import rdt_version
 from ..errors import DeadlineError, RdtError, SourceError, SyncError
+from ..localcluster import cluster
 from ..wire import SyncReport
 from . import model as checkpoint
 from .engines import Completion, RolloutEngine, load_engine
-from .local import cluster
 from .options import DemoOptions
 from .report import CheckpointReport, DemoReport, StepReport, draw
 from .reward import advantages, encode_prompts, reward

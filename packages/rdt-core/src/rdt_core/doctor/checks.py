@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from .. import rayauth, versions
 from ..distributions import VENDORED, rdt_version
+from ..errors import some
 from .devicechecks import check_allocator, check_gpus, check_mask, check_pairs, check_ucx
 from .facts import UNLIMITED, Facts, Finding, Severity, finding, on_node
 
@@ -49,7 +50,7 @@ def compare(nodes: Sequence[Facts]) -> list[Finding]:
         for node in nodes:
             by_version.setdefault(node.distributions.get(name, "none"), []).append(node.hostname)
         if len(by_version) > 1:
-            what = ", ".join(f"{version} on {_few(hosts)}" for version, hosts in sorted(by_version.items()))
+            what = ", ".join(f"{version} on {some(hosts, 4)}" for version, hosts in sorted(by_version.items()))
             newest = versions.newest(by_version)
             mend = f"on every node: pip install '{name}=={newest}'"
             found.append(finding(severity, "same-versions", f"{name} differs between nodes: {what}", why, mend))
@@ -57,7 +58,7 @@ def compare(nodes: Sequence[Facts]) -> list[Finding]:
     for node in nodes:
         backends.setdefault(node.backend, []).append(node.hostname)
     if len(backends) > 1:
-        what = "; ".join(f"{backend} on {_few(hosts)}" for backend, hosts in sorted(backends.items()))
+        what = "; ".join(f"{backend} on {some(hosts, 4)}" for backend, hosts in sorted(backends.items()))
         found.append(
             finding(
                 Severity.BROKEN, "same-backend", f"Ray picks different NIXL backends: {what}",
@@ -282,10 +283,6 @@ def _devices(facts: Facts) -> str:
     if not facts.gpus:
         return "the CPU"
     return f"each of {len(facts.gpus)} GPUs" if len(facts.gpus) > 1 else "the GPU"
-
-
-def _few(hosts: Sequence[str], most: int = 4) -> str:
-    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
 
 
 def _major(version: str) -> int:

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import msgspec
 
-from ..demo.local import cluster as local_cluster
 from ..demo.options import OptionError
 from ..distributions import rdt_version
 from ..errors import RdtError
+from ..localcluster import cluster as local_cluster
 from ..rayauth import way_out
 from ..rendezvous import probe
 from .checks import compare, examine

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import psutil
 
-from ..demo.local import cluster
 from ..errors import DeadlineError, SyncError
+from ..localcluster import cluster
 from .actors import SoakRank, SoakWorker
 from .judge import LIMITS, Verdict, judge
 from .options import SoakOptions

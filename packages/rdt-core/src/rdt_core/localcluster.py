@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import RdtError
+from .errors import RdtError
 
 NAMESPACE = "rdt"
 OBJECT_STORE_BYTES = 256 << 20
