@@ -28,6 +28,8 @@ __all__ = ["Generation", "VllmServer", "launch"]
 
 #: seconds that EngineCore gets to end by itself
 SHUTDOWN_S = 20.0
+#: seconds that workers get less for a pull than the whole sync has, so that their own error, which says who was late, comes first
+OWN_S = 1.0
 
 
 class VllmServer:
@@ -135,7 +137,7 @@ class VllmServer:
             await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
         async def pull() -> None:
-            left_s = max(end - time.monotonic(), 1.0)
+            left_s = max(end - time.monotonic() - OWN_S, 1.0)
             await llm.update_weights(UpdateRequest({"version": version, "timeout_s": left_s}))
 
         said = f"{RECEIVING}{version}"
