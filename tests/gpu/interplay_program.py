@@ -62,8 +62,14 @@ def main(config_dir: str, folder: Path) -> list[dict[str, Any]]:
     # what `ipc` sends is no plain data, and vLLM wants to be told so
     env = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     shared = {"num_cpus": 0, "runtime_env": {"env_vars": env}}
+    actor = ray.remote(Trainer).options(max_concurrency=2, enable_tensor_transport=True, **shared)
+    # the oracle, vLLM's own reload, wants an engine that was loaded from a checkpoint
+    first = actor.remote(config_dir)
+    checkpoint = str(folder / "first")
+    ray.get(first.step.remote(1, checkpoint), timeout=120)
+    ray.kill(first)
     server = ray.remote(BenchServer).options(max_concurrency=1000, **shared).remote(
-        config_dir, load_format="dummy", dtype="bfloat16", enforce_eager=True, max_model_len=128, max_num_seqs=4,
+        checkpoint, load_format="auto", dtype="bfloat16", enforce_eager=True, max_model_len=128, max_num_seqs=4,
         skip_tokenizer_init=True, gpu_memory_utilization=0.3, distributed_executor_backend="ray",
         worker_extension_cls="rdt_vllm.benchprogram.Switch",
     )  # fmt: skip
@@ -74,7 +80,6 @@ def main(config_dir: str, folder: Path) -> list[dict[str, Any]]:
         if wanted != backend:
             ray.get(server.collective_rpc.remote("use_backend", (wanted,)), timeout=120)
             backend = wanted
-        actor = ray.remote(Trainer).options(max_concurrency=2, enable_tensor_transport=True, **shared)
         trainer = actor.remote(config_dir)
         before = ray.get(server.compute_weight_checksums.remote(), timeout=60)
         ray.get(trainer.connect.remote(server, wanted), timeout=120)
