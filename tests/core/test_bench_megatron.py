@@ -94,6 +94,7 @@ def test_sums_of_all_ranks_are_the_readers_and_replicas_count_once(model: str, l
             boxes = one.boxes()
             assert digests.add(source.digests(boxes) for source in ranks) == digests.collect(one.digests())
         before = [shard.tensor.clone() for source in ranks for shard in source.shards()]
+        assert all(bool(one.isfinite().all()) for one in before)
         for source in ranks:
             source.change()
         after = [shard.tensor for source in ranks for shard in source.shards()]

@@ -20,7 +20,7 @@ from ..sources.base import Shard
 from ..sources.watch import fingerprint
 from ..trainers import Catalogue, Layout, Parameter, Piece, place
 from .digests import Box, sums
-from .rank import STEP, Rank
+from .rank import Rank, advance, draw
 
 
 class LaidOut:
@@ -54,7 +54,7 @@ class LaidOut:
         for piece, view in self._pieces():
             words = torch.empty_like(view, memory_format=torch.contiguous_format).view(torch.int16)
             seed = zlib.crc32(f"{piece.tensor.name} {piece.offset}".encode())
-            words.random_(generator=torch.Generator(words.device).manual_seed(seed))
+            draw(words, torch.Generator(words.device).manual_seed(seed))
             view.copy_(words.view(view.dtype))
         self._metadata = tuple({piece.tensor.name: piece.tensor for piece, _ in self._pieces()}.values())
         self._shards = [Shard(piece.tensor.name, piece.offset, view) for piece, view in self._pieces()]
@@ -85,7 +85,7 @@ class LaidOut:
     def change(self) -> None:
         """See `rank.Held.change`."""
         for flat in self.flat:
-            flat.view(torch.int16).add_(STEP)
+            advance(flat.view(torch.int16))
 
     def digests(self, boxes: Sequence[Box]) -> list[int]:
         """See `rank.Held.digests`; of a box that several ranks hold the first of them counts it."""

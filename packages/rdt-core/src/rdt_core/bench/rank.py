@@ -1,7 +1,7 @@
 """A source rank of the bench as a Ray actor: it joins, changes its weights, publishes, and says what it holds by sums.
 
-What it holds and how, a class below says; values are arbitrary bit patterns that all change from sync to sync, so that
-anything stale, moved or missing shows.
+What it holds and how, a class below says; values are arbitrary finite bit patterns that all change from sync to sync, so
+that anything stale, moved or missing shows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,21 @@ from .collectives import Background, Group, make_group
 from .digests import Box
 from .floors import Loan, Scratch
 
-#: odd: adding it changes every 16-bit word, and 65,536 additions go through all values
-STEP = 0x2F35
+#: odd, so that adding it changes every 16-bit word; a word comes back after 16,384 additions
+_STEP = 0x2F35
+#: bits of a 16-bit word that are used. Without the missing one no float is infinite or a NaN, whose bits an engine's own loader
+#: need not keep: a copy by way of float32 makes one NaN of all
+_USED = ~0x4000
+
+
+def draw(words: torch.Tensor, generator: torch.Generator) -> None:
+    """Fills 16-bit words with arbitrary patterns, all of them finite as floats."""
+    words.random_(generator=generator).bitwise_and_(_USED)
+
+
+def advance(words: torch.Tensor) -> None:
+    """Gives every 16-bit word another value, equal ones to equal ones."""
+    words.add_(_STEP).bitwise_and_(_USED)
 
 
 class Held(WeightSource, Protocol):

@@ -18,7 +18,7 @@ from ..sources.base import Shard
 from ..sources.watch import fingerprint
 from . import peers
 from .digests import Box, sums
-from .rank import STEP, Rank
+from .rank import Rank, advance, draw
 
 
 class RowSharded:
@@ -46,7 +46,7 @@ class RowSharded:
             whole = torch.zeros((size, *meta.shape[1:]), dtype=getattr(torch, meta.dtype), device=device)
             generator = torch.Generator(whole.device).manual_seed(1_000_003 * rank + number)
             tensor = whole.narrow(0, 0, end - start)
-            tensor.view(torch.int16).random_(generator=generator)
+            draw(tensor.view(torch.int16), generator)
             self.padded.append(whole)
             self._shards.append(Shard(meta.name, (start,) + (0,) * (len(meta.shape) - 1), tensor))
 
@@ -69,7 +69,7 @@ class RowSharded:
     def change(self) -> None:
         """See `rank.Held.change`."""
         for shard in self._shards:
-            shard.tensor.view(torch.int16).add_(STEP)
+            advance(shard.tensor.view(torch.int16))
 
     def digests(self, boxes: Sequence[Box]) -> list[int]:
         """See `rank.Held.digests`."""
