@@ -425,6 +425,8 @@ class VllmLanding:
 
     def _check_addresses(self, when: str) -> None:
         now = self._watch.mark() if self._tree.is_same() else self._take_addresses()
+        if now is self._addresses:
+            return
         moved = [name for name, place in self._addresses.items() if now.get(name) != place]
         if moved:
             raise EngineError(f"{self.who}: the address of {some(sorted(moved))} changed {when}")

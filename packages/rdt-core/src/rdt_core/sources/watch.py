@@ -18,7 +18,13 @@ from torch import nn
 def fingerprint(tensors: Iterable[torch.Tensor]) -> Any:
     """Addresses and sizes of all tensors: differs from an earlier one when memory moved, was emptied or resized."""
     listed = list(tensors)  # one pass in C for each column: this runs in every sync, over every shard
-    return tuple(map(torch.Tensor.data_ptr, listed)), tuple(map(attrgetter("nbytes"), listed))
+    with _plainly():
+        return tuple(map(torch.Tensor.data_ptr, listed)), tuple(map(attrgetter("nbytes"), listed))
+
+
+def _plainly() -> Any:
+    """While it is entered, classes of tensors with functions of their own (engines' parameters) are asked as tensors, in C."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 class ParameterWatch:
@@ -75,9 +81,10 @@ class ParameterWatch:
                     *compress(tensors, map(not_, self._sharded)),
                     *map(attrgetter("_local_tensor"), placed),
                 ]
-            plain = list(map(torch.Tensor.is_contiguous, local))
-            bent = [tensor.stride() for tensor in compress(local, map(not_, plain))]
-            forms = list(map(attrgetter("dtype", "shape"), local))
+            with _plainly():
+                plain = list(map(torch.Tensor.is_contiguous, local))
+                bent = [tensor.stride() for tensor in compress(local, map(not_, plain))]
+                forms = list(map(attrgetter("dtype", "shape"), local))
             return list(map(id, tensors)), specs, fingerprint(local), forms, plain, bent
         except (AttributeError, KeyError, TypeError):
             return None  # one is gone, or of another kind: the source says which
