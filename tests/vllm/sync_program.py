@@ -299,6 +299,18 @@ def failures(run: Run) -> None:
     errors["all_abort"] = raised(lambda: client.abort(902, "another replica failed", deadline=soon()))
     sync(33)
 
+    # a sync for which the engine paused, and which could not begin
+    client._remember_stamp(soon())
+    errors["ahead_sent"] = str(client.ahead(906))
+    until = soon()
+    while not ray.get(server.is_paused.remote(), timeout=60):
+        assert time.monotonic() < until, "it never paused"
+    errors["ahead_abort"] = raised(lambda: client.abort(906, "it could not begin", deadline=soon()))
+    client.resume(deadline=soon())
+    results["ahead"] = {
+        "version": run.version, **compare(server, run.model(33), run.settings.get("dtype", "float32"))
+    }  # fmt: skip
+
     # drivers that die in the middle, and one that comes after them
     control = open_coordinator(f"group{run.groups}", create=False, timeout_s=30.0)
 
@@ -315,6 +327,7 @@ def failures(run: Run) -> None:
         one.connect(info, deadline=soon())
 
     for name, leave_open in {
+        "ahead": lambda lost: (lost._remember_stamp(soon()), lost.ahead(907)),
         "open": lambda lost: lost.begin(903, deadline=soon()),
         "pull": lambda lost: (lost.begin(904, deadline=soon()), raised(lambda: lost.pull(904, deadline=soon()))),
         "finish": lambda lost: (lost.begin(905, deadline=soon()), raised(lambda: lost.finish(905, deadline=soon()))),

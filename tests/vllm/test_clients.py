@@ -331,6 +331,37 @@ def test_a_server_of_ours_takes_a_sync_in_one_call(answers):
     assert handle.asked[3:] == ["pause_generation", "resume_generation"]
 
 
+def test_a_server_of_ours_pauses_ahead_once_its_stamp_is_known(answers):
+    handle = Handle()
+    client = VllmRayEngine(handle, name="r")
+    assert client.receive is not None
+    assert client.ahead is not None
+    assert not client.ahead(7)
+    client.receive(7, deadline=soon())
+    assert not client.ahead(8), "7 is not committed"
+    client.commit(7, deadline=soon())
+    client.resume(deadline=soon())
+    handle.asked.clear()
+    assert client.ahead(8)
+    client.receive(8, deadline=soon())
+    assert handle.asked == ["pause_ahead", "receive_version"]
+
+
+def test_what_was_sent_ahead_is_taken_back_by_abort_and_resume(answers):
+    handle = Handle()
+    client = VllmRayEngine(handle, name="r")
+    assert client.receive is not None
+    assert client.ahead is not None
+    client.receive(7, deadline=soon())
+    client.commit(7, deadline=soon())
+    client.resume(deadline=soon())
+    assert client.ahead(8)
+    handle.asked.clear()
+    client.abort(8, "it could not begin", deadline=soon())
+    client.resume(deadline=soon())
+    assert handle.asked == ["update_weights", "finish_weight_update", "get_weight_version", "resume_generation"]
+
+
 def test_one_call_is_stamped_only_if_it_is_the_engine_that_received(answers):
     client = VllmRayEngine(Handle(said="3"), name="r")
     assert client.receive is not None
@@ -375,4 +406,5 @@ def test_an_abort_does_what_the_failed_step_of_one_call_left_to_do(answers, step
 
 def test_several_actors_are_driven_step_by_step():
     assert VllmRayEngine([Handle(), Handle()], name="r").receive is None
+    assert VllmRayEngine([Handle(), Handle()], name="r").ahead is None
     assert VllmRayEngine(Handle(), name="r", pause="wait").receive is None

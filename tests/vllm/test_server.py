@@ -68,7 +68,7 @@ class Engine:
     def update_weights(self, request: Any) -> Coroutine[Any, Any, None]:
         return self._send("update")
 
-    def finish_weight_update(self) -> Coroutine[Any, Any, None]:
+    def finish_weight_update(self, weight_version: str | None = None) -> Coroutine[Any, Any, None]:
         return self._send("finish")
 
     def update_weight_version(self, version: str) -> Coroutine[Any, Any, None]:
@@ -146,6 +146,60 @@ def test_a_call_that_ends_a_sync_keeps_its_second_part_from_being_sent(made, cal
 
     asyncio.run(main())
     assert not {name for name, _ in engine.calls} & {"finish", f"stamp {RECEIVING}7"}
+
+
+def ahead(server: VllmServer) -> Coroutine[Any, Any, None]:
+    return server.pause_ahead(mode="keep", clear_cache=True)
+
+
+def test_a_sync_goes_on_from_what_was_sent_ahead_of_it(made):
+    server, engine = made
+
+    async def main() -> None:
+        await ahead(server)
+        await asyncio.sleep(0.01)
+        assert sorted(name for name, _ in engine.calls) == ["pause", "start"]
+        assert (await receive(server)).keys() == set(STEPS)
+        await server.stamp_and_resume(f"{RECEIVING}7", "7")
+        assert (await receive(server)).keys() == set(STEPS)
+
+    asyncio.run(main())
+    names = [name for name, _ in engine.calls]
+    first = [f"stamp {RECEIVING}7", "update", "finish", "stamp 7", "resume", "ask"]
+    assert names[2:8] == first
+    assert sorted(names[8:10]) == ["pause", "start"], "the next one begins by itself"
+
+
+@pytest.mark.parametrize(("broken", "step"), [("pause", "pause"), ("start", "begin")])
+def test_what_failed_ahead_is_told_by_the_sync(made, broken, step):
+    server, engine = made
+    engine.fails = {broken}
+
+    async def main() -> None:
+        await ahead(server)
+        with pytest.raises(EngineError, match=f"{AT_STEP}{step}; RuntimeError: {broken} broke"):
+            await receive(server)
+
+    asyncio.run(main())
+    assert {name for name, _ in engine.calls} <= {"pause", "start"}
+
+
+def test_what_was_sent_ahead_is_taken_back_only_after_it_was_done(made):
+    server, engine = made
+    engine.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0.05))
+
+    async def main() -> None:
+        await ahead(server)
+        await server.update_weights(SimpleNamespace())
+        await server.finish_weight_update()
+        await server.resume_generation()
+        engine.calls.append(("then", ()))
+        await receive(server)
+
+    asyncio.run(main())
+    names = [name for name, _ in engine.calls]
+    assert names[:6] == ["start", "pause", "update", "finish", "resume", "then"]
+    assert names[6:8] == ["start", "pause"]
 
 
 def test_an_engine_that_was_stamped_since_is_asked_and_left_alone(made):

@@ -173,10 +173,22 @@ def test_a_dead_trainer_and_a_dead_worker(size):
 def assert_recovered(found: dict[str, Any]) -> None:
     """After each wrong order of calls a whole sync was exact again (`assert_exact`), and the wrong call said why."""
     errors = found["errors"]
+    assert (errors["ahead_sent"], errors["ahead_abort"]) == ("True", "nothing")
+    assert found["ahead"]["max_abs_logprob_error"] < 1e-4
+    assert found["ahead"]["stamped"] == [str(found["ahead"]["version"])]
     assert "no sync is running" in errors["pull"]
     assert "nothing was committed" in errors["finish"]
     assert "backend rdt takes version" in errors["bad_update"]
-    for quiet in ("pull_abort", "finish_abort", "all_abort", "lost_open", "lost_pull", "lost_finish", "bad_abort"):
+    for quiet in (
+        "pull_abort",
+        "finish_abort",
+        "all_abort",
+        "lost_ahead",
+        "lost_open",
+        "lost_pull",
+        "lost_finish",
+        "bad_abort",
+    ):
         assert errors[quiet] == "nothing", quiet
     assert found["version_after_finish"] < 900
 

@@ -86,6 +86,7 @@ class Attaching(Membership):
                 "source ranks join a new one with their next publish; publish first (detach replicas that died as well)"
             )
         known = client.name in self._driver.clients
+        self._driver.serving.discard(client.name)
         if known and version is not None:  # a member never serves what the others do not
             client.pause(deadline=time.monotonic() + timeout_s)
         try:
@@ -127,9 +128,7 @@ class Attaching(Membership):
     def detach(self, client: EngineClient | str) -> None:
         """Takes a replica out of the group (also one that died). The engine itself is left alone."""
         name = client if isinstance(client, str) else client.name
-        self._driver.clients.pop(name, None)
-        self._driver.doubted.discard(name)
-        self._driver.outdated.discard(name)
+        self._driver.remove(name)
         try:
             self._control.detach(name, self._token)
         except CoordinatorLostError:  # the next one knows only who joins it

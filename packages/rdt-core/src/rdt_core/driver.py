@@ -18,7 +18,7 @@ from typing import Any
 from .control import Control
 from .coverage import check_taken
 from .declared import ignored, merge
-from .engines import STEPS, ConnectInfo, EngineClient, receive_of
+from .engines import STEPS, ConnectInfo, EngineClient, ahead_of, receive_of
 from .errors import CoordinatorLostError, CoverageError, RdtError, StepError, SyncError, text_of
 from .geometry import Box
 from .timeline import Recorder
@@ -38,6 +38,7 @@ class Driver:
         doubted: replicas whose last sync failed: they connect again before the next one, which ends what an engine still has
             open and costs a living one nothing else.
         outdated: replicas that plan again before the next sync, because of what was measured in the last one.
+        serving: replicas that the latest sync of this driver stamped and resumed.
     """
 
     def __init__(self, info: Mapping[str, Any]) -> None:
@@ -46,6 +47,42 @@ class Driver:
         self.clients: dict[str, EngineClient] = {}
         self.doubted: set[str] = set()
         self.outdated: set[str] = set()
+        self.serving: set[str] = set()
+
+    def remove(self, name: str) -> None:
+        """Forgets a replica."""
+        self.clients.pop(name, None)
+        for some in (self.doubted, self.outdated, self.serving):
+            some.discard(name)
+
+    def ahead(self, version: int, names: Iterable[str]) -> list[str]:
+        """Lets replicas pause while the sync begins; those that serve, as nothing else is to be resumed if it cannot.
+
+        Returns:
+            Which of `names` were told.
+        """
+        told = []
+        for name in sorted(self.serving.intersection(names) - self.doubted - self.outdated):
+            send = ahead_of(self.clients[name])
+            if send is not None and send(version):
+                told.append(name)
+        return told
+
+    def take_back(self, version: int, names: Iterable[str], reason: str, timeout_s: float) -> None:
+        """Resumes replicas that were told `ahead` of a sync that could not begin; they hold what they held."""
+        deadline = time.monotonic() + timeout_s
+
+        def undo(client: EngineClient) -> None:
+            client.abort(version, reason, deadline=deadline)
+            client.resume(deadline=deadline)
+
+        for name, error in _each({name: partial(undo, self.clients[name]) for name in names}).items():
+            self.doubted.add(name)
+            self.serving.discard(name)
+            log.warning(
+                "replica %r had paused for version %d, which could not begin, and could not be resumed: %s",
+                name, version, error,
+            )  # fmt: skip
 
     def connect(self, control: Control, client: EngineClient, timeout_s: float) -> None:
         """Connects every rank of a replica, and checks that what the source ranks hold is taken.

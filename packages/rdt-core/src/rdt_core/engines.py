@@ -55,6 +55,22 @@ class Receive(Protocol):
         ...
 
 
+class Ahead(Protocol):
+    """The beginning of a `receive`, before any byte may move, sent while the sync begins. For an engine that serves.
+
+    A client that has it carries it as its own attribute `ahead`. What follows is a `receive` of the same version, which goes on
+    from there, or, if the sync cannot begin, an `abort` of it and a `resume`, which leave the engine as it was.
+    """
+
+    def __call__(self, version: int) -> bool:
+        """Returns at once; False: nothing was sent. Whether what was sent worked, `receive` tells.
+
+        Args:
+            version: to be received.
+        """
+        ...
+
+
 def keeps_steps(client: object, base: type) -> bool:
     """Returns whether every step of a client is that of `base`: one with a step of its own is not to be driven by one call.
 
@@ -75,6 +91,12 @@ def receive_of(client: EngineClient) -> Receive | None:
         return None
     receive: Receive | None = getattr(client, "receive", None)
     return receive
+
+
+def ahead_of(client: EngineClient) -> Ahead | None:
+    """Returns how a client that takes a sync in one call begins it ahead; None where it does not."""
+    ahead: Ahead | None = None if receive_of(client) is None else getattr(client, "ahead", None)
+    return ahead
 
 
 @runtime_checkable

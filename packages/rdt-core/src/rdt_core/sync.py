@@ -323,7 +323,15 @@ class WeightSync(Attaching):
         doubted = [name for name in names if name in again]
         if doubted:
             self._connect_again(version, doubted, names, out, timeout_s, policy)
-        sync, requests = self._begin(version, names, out, readable, timeout_s, policy, verify)
+        # one that waits for nobody; else replicas would stand still for the ranks that are late
+        ahead = self._driver.ahead(version, [name for name in names if name not in out]) if self.world_size == 1 else []
+        try:
+            sync, requests = self._begin(version, names, out, readable, timeout_s, policy, verify)
+        except BaseException as error:  # also Ctrl-C: what serves is not to stand still
+            self._driver.take_back(version, ahead, text_of(error), timeout_s)
+            raise
+        self._driver.take_back(version, [name for name in ahead if name in out], "it takes no part", timeout_s)
+        self._driver.serving.difference_update(names)
         phases = {"begin": time.perf_counter() - began}
         self._timeline.add("begin", began)
         clients = [self._driver.clients[name] for name in names if name not in out]
@@ -371,6 +379,7 @@ class WeightSync(Attaching):
         unreleased = drive.commit(report.failed)
         self._timeline.add("stamp", stamping)
         self._driver.doubted.update((*report.failed, *unreleased))
+        self._driver.serving.update(name for name in drive.names if name not in {*report.failed, *unreleased})
         self._driver.outdated.update(report.outdated)
         log.info(log_line(report))
         if not self._driver.clients and not self._was_alone:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rdt_core.engines import STEPS, CachePolicy, ConnectInfo, PauseMode, Receive, keeps_steps
+from rdt_core.engines import STEPS, Ahead, CachePolicy, ConnectInfo, PauseMode, Receive, keeps_steps
 from rdt_core.errors import DeadlineError, EngineError, StepError
 from rdt_core.web import StatusError, Web
 
@@ -265,6 +265,7 @@ class VllmRayEngine(_VllmEngine):
         whole = whole and keeps_steps(self, VllmRayEngine)
         #: a `VllmServer` takes a sync in one call; other actors are driven step by step
         self.receive: Receive | None = self._receive if whole else None
+        self.ahead: Ahead | None = self._ahead if whole and hasattr(self.handles[0], "pause_ahead") else None
         self._is_resumed = False  # by the call that stamped it
 
     @property
@@ -297,6 +298,13 @@ class VllmRayEngine(_VllmEngine):
             told = "; ".join(text for text, _ in failures)
             raise EngineError(f"replica {self.name!r}: {method} failed: {told}") from failures[0][1]
         return results
+
+    def _ahead(self, version: int) -> bool:
+        if self._before is None or self._uncommitted is not None:
+            return False  # it would have to be asked first
+        self._open, self._finishing, self._is_resumed = True, False, False
+        self.handles[0].pause_ahead.remote(mode=self.pause_mode, clear_cache=self.cache == "reset")
+        return True
 
     def _receive(self, version: int, *, deadline: float) -> Mapping[str, float]:
         self._remember_stamp(deadline)

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,9 @@ SHUTDOWN_S = 20.0
 OWN_S = 1.0
 
 
+_Sent = list[tuple[str, asyncio.Future[Any]]]
+
+
 class VllmServer:
     """Hosts one engine. Make it an actor with `launch`, or with `ray.remote(VllmServer).options(...)`.
 
@@ -50,6 +53,7 @@ class VllmServer:
     _said: str | None = (
         None  # what the engine says of its version, where the latest such call knows: nobody else stamps it
     )
+    _opening: _Sent | None = None  # of a sync that has not begun yet
 
     def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **engine_args: Any) -> None:
         os.environ.update(env or {})
@@ -127,14 +131,12 @@ class VllmServer:
                 or do so later. So does a later call that ends this sync: nothing is sent after an abort, a resumption, or another
                 sync.
         """
-        self._next_turn()
+        opening, self._opening = self._opening, None
+        if opening is None:
+            await self._next_turn()
+            opening = self._open(mode, clear_cache)
         turn, end = self._turn, time.monotonic() + limit_s
         llm = self._llm
-
-        async def pause() -> None:
-            if clear_cache:
-                await llm.renderer.clear_mm_cache_async()
-            await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
         async def pull() -> None:
             left_s = max(end - time.monotonic() - OWN_S, 1.0)
@@ -143,13 +145,8 @@ class VllmServer:
         said = f"{RECEIVING}{version}"
         stamp = partial(llm.update_weight_version, said)
         seconds = dict.fromkeys(STEPS, 0.0)
-        for together in (
-            (("pause", pause), ("begin", llm.start_weight_update)),
-            (("pull", stamp), ("pull", pull), ("finish", llm.finish_weight_update)),
-        ):
-            if turn != self._turn:
-                raise EngineError(f"{AT_STEP}{together[0][0]}; its sync was ended by a later call")
-            sent = [(name, asyncio.ensure_future(call())) for name, call in together]
+
+        async def done(sent: _Sent) -> None:
             try:
                 for name, one in sent:
                     started = time.monotonic()
@@ -161,20 +158,48 @@ class VllmServer:
                 raise EngineError(f"{AT_STEP}{name}; {type(error).__name__}: {error}") from error
             finally:
                 for _, one in sent:  # EngineCore executes what was sent, whether or not somebody waits
-                    if not one.cancel() and not one.cancelled():
-                        one.exception()  # seen: the first failure is told
+                    one.cancel()
+
+        await done(opening)
+        if turn != self._turn:
+            raise EngineError(f"{AT_STEP}pull; its sync was ended by a later call")
+        await done(_sent(("pull", stamp), ("pull", pull), ("finish", llm.finish_weight_update)))
         if turn == self._turn:
             self._said = said
         return seconds
 
-    def _next_turn(self) -> None:
+    async def pause_ahead(self, *, mode: str, clear_cache: bool) -> None:
+        """Sends what `receive_version` begins with; the next one goes on from there. Any other call of a sync undoes nothing of
+        it, but comes after it.
+
+        Args:
+            mode, clear_cache: see `receive_version`.
+        """
+        await self._next_turn()
+        self._opening = self._open(mode, clear_cache)
+
+    def _open(self, mode: str, clear_cache: bool) -> _Sent:
+        llm = self._llm
+
+        async def pause() -> None:
+            if clear_cache:
+                await llm.renderer.clear_mm_cache_async()
+            await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+        return _sent(("pause", pause), ("begin", llm.start_weight_update))
+
+    async def _next_turn(self) -> None:
+        """The running sync goes no further. What was sent ahead of one is executed first, so that this is not undone by it."""
         self._turn += 1
         self._said = None
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            await asyncio.wait([one for _, one in opening])
 
     async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
         """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
         before = self._said
-        self._next_turn()
+        await self._next_turn()
         if before is None:
             before = await self._llm.get_weight_version()
         if before != expected:
@@ -188,7 +213,7 @@ class VllmServer:
 
     async def resume_generation(self) -> None:
         """See `AsyncLLM.resume_generation`."""
-        self._next_turn()
+        await self._next_turn()
         await self._llm.resume_generation()
 
     async def is_paused(self) -> bool:
@@ -209,7 +234,7 @@ class VllmServer:
 
     async def update_weights(self, request: Any) -> None:
         """See `AsyncLLM.update_weights`."""
-        self._next_turn()  # a pull by itself, or an abort: no sync in one call goes on
+        await self._next_turn()  # a pull by itself, or an abort: no sync in one call goes on
         await self._llm.update_weights(request)
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -218,7 +243,7 @@ class VllmServer:
 
     async def update_weight_version(self, new_version: str) -> None:
         """See `AsyncLLM.update_weight_version`."""
-        self._next_turn()
+        await self._next_turn()
         await self._llm.update_weight_version(new_version)
 
     async def get_weight_version(self) -> str:
@@ -247,6 +272,14 @@ class VllmServer:
                 memory stays. vLLM's own default of 5 is less than a busy machine takes.
         """
         self._llm.shutdown(timeout=timeout_s)
+
+
+def _sent(*calls: tuple[str, Callable[[], Awaitable[Any]]]) -> _Sent:
+    """Sends calls of named steps together, in this order."""
+    sent: _Sent = [(name, asyncio.ensure_future(call())) for name, call in calls]
+    for _, one in sent:  # seen: the first failure is told, also where nobody waits any more
+        one.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return sent
 
 
 def _generation(sample: Any) -> Generation:
