@@ -301,12 +301,11 @@ def failures(run: Run) -> None:
 
     # a sync for which the engine paused, and which could not begin
     client._remember_stamp(soon())
-    errors["ahead_sent"] = str(client.ahead(906))
+    errors["ahead_sent"] = str(client.ahead.send())
     until = soon()
     while not ray.get(server.is_paused.remote(), timeout=60):
         assert time.monotonic() < until, "it never paused"
-    errors["ahead_abort"] = raised(lambda: client.abort(906, "it could not begin", deadline=soon()))
-    client.resume(deadline=soon())
+    errors["ahead_taken_back"] = str(client.ahead.take_back(deadline=soon()))
     results["ahead"] = {
         "version": run.version, **compare(server, run.model(33), run.settings.get("dtype", "float32"))
     }  # fmt: skip
@@ -327,7 +326,7 @@ def failures(run: Run) -> None:
         one.connect(info, deadline=soon())
 
     for name, leave_open in {
-        "ahead": lambda lost: (lost._remember_stamp(soon()), lost.ahead(907)),
+        "ahead": lambda lost: (lost._remember_stamp(soon()), lost.ahead.send()),
         "open": lambda lost: lost.begin(903, deadline=soon()),
         "pull": lambda lost: (lost.begin(904, deadline=soon()), raised(lambda: lost.pull(904, deadline=soon()))),
         "finish": lambda lost: (lost.begin(905, deadline=soon()), raised(lambda: lost.finish(905, deadline=soon()))),

@@ -148,14 +148,21 @@ def test_a_call_that_ends_a_sync_keeps_its_second_part_from_being_sent(made, cal
     assert not {name for name, _ in engine.calls} & {"finish", f"stamp {RECEIVING}7"}
 
 
-def ahead(server: VllmServer) -> Coroutine[Any, Any, None]:
-    return server.pause_ahead(mode="keep", clear_cache=True)
+async def stamped(server: VllmServer, engine: Engine, version: str = "6") -> None:
+    engine.says = "receiving"
+    assert await server.stamp_and_resume("receiving", version) == ("receiving", version)
+    engine.calls.clear()
+
+
+async def ahead(server: VllmServer, version: str = "6") -> None:
+    await server.pause_ahead("mine", version, mode="keep", clear_cache=True)
 
 
 def test_a_sync_goes_on_from_what_was_sent_ahead_of_it(made):
     server, engine = made
 
     async def main() -> None:
+        await stamped(server, engine)
         await ahead(server)
         await asyncio.sleep(0.01)
         assert sorted(name for name, _ in engine.calls) == ["pause", "start"]
@@ -176,6 +183,7 @@ def test_what_failed_ahead_is_told_by_the_sync(made, broken, step):
     engine.fails = {broken}
 
     async def main() -> None:
+        await stamped(server, engine)
         await ahead(server)
         with pytest.raises(EngineError, match=f"{AT_STEP}{step}; RuntimeError: {broken} broke"):
             await receive(server)
@@ -187,19 +195,95 @@ def test_what_failed_ahead_is_told_by_the_sync(made, broken, step):
 def test_what_was_sent_ahead_is_taken_back_only_after_it_was_done(made):
     server, engine = made
     engine.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0.05))
+    engine.fails = {"update"}  # as vLLM's does when it is told to abort
 
     async def main() -> None:
+        for _ in range(2):  # and the engine is as it was left
+            await stamped(server, engine)
+            await ahead(server)
+            assert await server.take_back("mine")
+            assert [name for name, _ in engine.calls] == ["start", "pause", "update", "finish", "resume"]
+            assert not await server.take_back("mine")
+        engine.calls.clear()
         await ahead(server)
-        await server.update_weights(SimpleNamespace())
-        await server.finish_weight_update()
-        await server.resume_generation()
-        engine.calls.append(("then", ()))
-        await receive(server)
+        assert await server.take_back("mine")
+        assert len(engine.calls) == 5
 
     asyncio.run(main())
-    names = [name for name, _ in engine.calls]
-    assert names[:6] == ["start", "pause", "update", "finish", "resume", "then"]
-    assert names[6:8] == ["start", "pause"]
+
+
+@pytest.mark.parametrize("broken", ["pause", "start"])
+def test_what_failed_ahead_is_left_alone(made, broken):
+    server, engine = made
+    engine.fails = {broken}
+
+    async def main() -> None:
+        await stamped(server, engine)
+        await ahead(server)
+        assert not await server.take_back("mine")
+
+    asyncio.run(main())
+    assert sorted(name for name, _ in engine.calls) == ["pause", "start"]
+
+
+@pytest.mark.parametrize("use", ["sync", "stamp", "resume", "abort", "pause", "other stamp"])
+def test_an_engine_that_was_used_since_is_not_paused_ahead(made, use):
+    """A driver whose place was taken finds out only when its sync begins."""
+    server, engine = made
+
+    async def main() -> None:
+        await stamped(server, engine)
+        if use == "sync":
+            await receive(server)
+        elif use == "stamp":
+            await server.update_weight_version("6")
+        elif use == "resume":
+            await server.resume_generation()
+        elif use == "abort":
+            await server.update_weights(SimpleNamespace())
+        elif use == "pause":
+            server._llm.pause_generation = lambda **_: asyncio.sleep(0)
+            await server.pause_generation()
+        else:
+            await stamped(server, engine, "7")
+        engine.calls.clear()
+        await ahead(server)
+        assert not await server.take_back("mine")
+
+    asyncio.run(main())
+    assert engine.calls == []
+
+
+def test_a_driver_takes_back_nothing_of_anothers_sync(made):
+    server, engine = made
+
+    async def main() -> None:
+        await stamped(server, engine)
+        await ahead(server)
+        theirs = asyncio.ensure_future(receive(server))  # it goes on from there
+        assert not await server.take_back("mine")
+        await theirs
+        assert not await server.take_back("mine")
+        assert await server.stamp_and_resume(f"{RECEIVING}7", "7") == (f"{RECEIVING}7", "7")
+
+    asyncio.run(main())
+    assert [name for name, _ in engine.calls].count("resume") == 1
+
+
+def test_a_sync_that_comes_while_it_is_taken_back_goes_on_from_there(made):
+    server, engine = made
+    engine.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0.02))
+
+    async def main() -> None:
+        await stamped(server, engine)
+        await ahead(server)
+        back = asyncio.ensure_future(server.take_back("mine"))
+        await asyncio.sleep(0)
+        await receive(server)
+        assert not await back
+
+    asyncio.run(main())
+    assert [name for name, _ in engine.calls] == ["start", "pause", f"stamp {RECEIVING}7", "update", "finish"]
 
 
 def test_an_engine_that_was_stamped_since_is_asked_and_left_alone(made):

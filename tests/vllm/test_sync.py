@@ -173,7 +173,7 @@ def test_a_dead_trainer_and_a_dead_worker(size):
 def assert_recovered(found: dict[str, Any]) -> None:
     """After each wrong order of calls a whole sync was exact again (`assert_exact`), and the wrong call said why."""
     errors = found["errors"]
-    assert (errors["ahead_sent"], errors["ahead_abort"]) == ("True", "nothing")
+    assert (errors["ahead_sent"], errors["ahead_taken_back"]) == ("True", "True")
     assert found["ahead"]["max_abs_logprob_error"] < 1e-4
     assert found["ahead"]["stamped"] == [str(found["ahead"]["version"])]
     assert "no sync is running" in errors["pull"]

@@ -19,7 +19,7 @@ from .control import Control
 from .coverage import check_taken
 from .declared import ignored, merge
 from .engines import STEPS, ConnectInfo, EngineClient, ahead_of, receive_of
-from .errors import CoordinatorLostError, CoverageError, RdtError, StepError, SyncError, text_of
+from .errors import CoordinatorLostError, CoverageError, EngineError, RdtError, StepError, SyncError, text_of
 from .geometry import Box
 from .timeline import Recorder
 
@@ -55,7 +55,7 @@ class Driver:
         for some in (self.doubted, self.outdated, self.serving):
             some.discard(name)
 
-    def ahead(self, version: int, names: Iterable[str]) -> list[str]:
+    def ahead(self, names: Iterable[str]) -> list[str]:
         """Lets replicas pause while the sync begins; those that serve, as nothing else is to be resumed if it cannot.
 
         Returns:
@@ -63,25 +63,26 @@ class Driver:
         """
         told = []
         for name in sorted(self.serving.intersection(names) - self.doubted - self.outdated):
-            send = ahead_of(self.clients[name])
-            if send is not None and send(version):
+            ahead = ahead_of(self.clients[name])
+            if ahead is not None and ahead.send():
                 told.append(name)
         return told
 
-    def take_back(self, version: int, names: Iterable[str], reason: str, timeout_s: float) -> None:
-        """Resumes replicas that were told `ahead` of a sync that could not begin; they hold what they held."""
+    def take_back(self, names: Iterable[str], timeout_s: float) -> None:
+        """Replicas that were told `ahead` of a sync that could not begin go on; they hold what they held."""
         deadline = time.monotonic() + timeout_s
 
         def undo(client: EngineClient) -> None:
-            client.abort(version, reason, deadline=deadline)
-            client.resume(deadline=deadline)
+            ahead = ahead_of(client)
+            if ahead is None or not ahead.take_back(deadline=deadline):
+                raise EngineError("it is not as it was left")
 
         for name, error in _each({name: partial(undo, self.clients[name]) for name in names}).items():
             self.doubted.add(name)
             self.serving.discard(name)
             log.warning(
-                "replica %r had paused for version %d, which could not begin, and could not be resumed: %s",
-                name, version, error,
+                "replica %r paused for a sync that could not begin, and may have stayed so until the next one: %s",
+                name, error,
             )  # fmt: skip
 
     def connect(self, control: Control, client: EngineClient, timeout_s: float) -> None:

@@ -58,15 +58,19 @@ class Receive(Protocol):
 class Ahead(Protocol):
     """The beginning of a `receive`, before any byte may move, sent while the sync begins. For an engine that serves.
 
-    A client that has it carries it as its own attribute `ahead`. What follows is a `receive` of the same version, which goes on
-    from there, or, if the sync cannot begin, an `abort` of it and a `resume`, which leave the engine as it was.
+    A client that has it carries it as its own attribute `ahead`. What follows is a `receive`, which goes on from there, or, if
+    the sync cannot begin, `take_back`. An engine that another driver has used since does neither.
     """
 
-    def __call__(self, version: int) -> bool:
-        """Returns at once; False: nothing was sent. Whether what was sent worked, `receive` tells.
+    def send(self) -> bool:
+        """Returns at once; False: nothing was sent. Whether what was sent worked, `receive` tells."""
+        ...
 
-        Args:
-            version: to be received.
+    def take_back(self, *, deadline: float) -> bool:
+        """The engine goes on as before; False: it was not as it was left, and is left alone.
+
+        Raises:
+            EngineError, DeadlineError: it is not known whether it does.
         """
         ...
 

@@ -324,13 +324,13 @@ class WeightSync(Attaching):
         if doubted:
             self._connect_again(version, doubted, names, out, timeout_s, policy)
         # one that waits for nobody; else replicas would stand still for the ranks that are late
-        ahead = self._driver.ahead(version, [name for name in names if name not in out]) if self.world_size == 1 else []
+        ahead = self._driver.ahead(name for name in names if name not in out) if self.world_size == 1 else []
         try:
             sync, requests = self._begin(version, names, out, readable, timeout_s, policy, verify)
-        except BaseException as error:  # also Ctrl-C: what serves is not to stand still
-            self._driver.take_back(version, ahead, text_of(error), timeout_s)
+        except BaseException:  # also Ctrl-C: what serves is not to stand still
+            self._driver.take_back(ahead, timeout_s)
             raise
-        self._driver.take_back(version, [name for name in ahead if name in out], "it takes no part", timeout_s)
+        self._driver.take_back([name for name in ahead if name in out], timeout_s)
         self._driver.serving.difference_update(names)
         phases = {"begin": time.perf_counter() - began}
         self._timeline.add("begin", began)

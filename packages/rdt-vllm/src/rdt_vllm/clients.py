@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import urllib.parse
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -265,7 +266,7 @@ class VllmRayEngine(_VllmEngine):
         whole = whole and keeps_steps(self, VllmRayEngine)
         #: a `VllmServer` takes a sync in one call; other actors are driven step by step
         self.receive: Receive | None = self._receive if whole else None
-        self.ahead: Ahead | None = self._ahead if whole and hasattr(self.handles[0], "pause_ahead") else None
+        self.ahead: Ahead | None = _Ahead(self) if whole and hasattr(self.handles[0], "pause_ahead") else None
         self._is_resumed = False  # by the call that stamped it
 
     @property
@@ -298,13 +299,6 @@ class VllmRayEngine(_VllmEngine):
             told = "; ".join(text for text, _ in failures)
             raise EngineError(f"replica {self.name!r}: {method} failed: {told}") from failures[0][1]
         return results
-
-    def _ahead(self, version: int) -> bool:
-        if self._before is None or self._uncommitted is not None:
-            return False  # it would have to be asked first
-        self._open, self._finishing, self._is_resumed = True, False, False
-        self.handles[0].pause_ahead.remote(mode=self.pause_mode, clear_cache=self.cache == "reset")
-        return True
 
     def _receive(self, version: int, *, deadline: float) -> Mapping[str, float]:
         self._remember_stamp(deadline)
@@ -382,6 +376,32 @@ class VllmRayEngine(_VllmEngine):
     def health(self, *, deadline: float) -> None:
         """See `EngineClient.health`."""
         self._call("get_weight_version" if self._offline else "check_health", deadline=deadline)
+
+
+class _Ahead:
+    """Implements `rdt_core.engines.Ahead` for a client of one `VllmServer`."""
+
+    def __init__(self, client: VllmRayEngine) -> None:
+        self._client = client
+        self._ticket = ""
+
+    def send(self) -> bool:
+        client = self._client
+        if client._before is None or client._uncommitted is not None:
+            return False  # it would have to be asked first
+        self._ticket = uuid.uuid4().hex
+        client.handles[0].pause_ahead.remote(
+            self._ticket, client._before, mode=client.pause_mode, clear_cache=client.cache == "reset"
+        )
+        return True
+
+    def take_back(self, *, deadline: float) -> bool:
+        client = self._client
+        before, client._before = client._before, None
+        (done,) = client._call("take_back", self._ticket, deadline=deadline)
+        if done:
+            client._before = before
+        return bool(done)
 
 
 class VllmHttpEngine(_VllmEngine):

@@ -53,7 +53,10 @@ class VllmServer:
     _said: str | None = (
         None  # what the engine says of its version, where the latest such call knows: nobody else stamps it
     )
-    _opening: _Sent | None = None  # of a sync that has not begun yet
+    _stamped: tuple[int, str] | None = (
+        None  # turn and version of the latest stamp: while the turn is that, nobody used it since
+    )
+    _opening: tuple[str, _Sent] | None = None  # sent ahead of a sync that has not begun yet, and the ticket for it
 
     def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **engine_args: Any) -> None:
         os.environ.update(env or {})
@@ -108,6 +111,7 @@ class VllmServer:
 
     async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
         """See `AsyncLLM.pause_generation`."""
+        self._stamped = None  # whoever paused it may want it to stay so
         await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def receive_version(self, version: int, *, mode: str, clear_cache: bool, limit_s: float) -> dict[str, float]:
@@ -131,7 +135,7 @@ class VllmServer:
                 or do so later. So does a later call that ends this sync: nothing is sent after an abort, a resumption, or another
                 sync.
         """
-        opening, self._opening = self._opening, None
+        (_, opening), self._opening = self._opening or ("", None), None
         if opening is None:
             await self._next_turn()
             opening = self._open(mode, clear_cache)
@@ -168,15 +172,48 @@ class VllmServer:
             self._said = said
         return seconds
 
-    async def pause_ahead(self, *, mode: str, clear_cache: bool) -> None:
-        """Sends what `receive_version` begins with; the next one goes on from there. Any other call of a sync undoes nothing of
-        it, but comes after it.
+    async def pause_ahead(self, ticket: str, version: str, *, mode: str, clear_cache: bool) -> None:
+        """Sends what `receive_version` begins with; the next one goes on from there.
+
+        Nothing is sent if the engine is not as it was left: another driver may be in the middle of a sync of it.
 
         Args:
+            ticket: for `take_back`.
+            version: that the engine was stamped with, in the latest call of a sync.
             mode, clear_cache: see `receive_version`.
         """
-        await self._next_turn()
-        self._opening = self._open(mode, clear_cache)
+        if self._stamped == (self._turn, version):
+            await self._next_turn()
+            self._opening = ticket, self._open(mode, clear_cache)
+
+    async def take_back(self, ticket: str) -> bool:
+        """Ends what was sent ahead and lets the engine generate, unless any other call of a sync came since.
+
+        Args:
+            ticket: that it was sent with.
+
+        Returns:
+            Whether the engine goes on as before.
+        """
+        if self._opening is None or self._opening[0] != ticket:
+            return False
+        opening = self._opening
+        await asyncio.wait([one for _, one in opening[1]])
+        if self._opening is not opening:
+            return False
+        self._opening, turn, stamped = None, self._turn, self._stamped
+        if any(one.cancelled() or one.exception() for _, one in opening[1]):
+            return False
+        llm = self._llm
+        _, _, (_, resumed) = _sent(
+            ("abort", partial(llm.update_weights, UpdateRequest({"version": -1, "abort": "its sync could not begin"}))),
+            ("finish", llm.finish_weight_update),
+            ("resume", llm.resume_generation),
+        )
+        await resumed
+        if stamped is not None and turn == self._turn:
+            self._stamped = turn, stamped[1]
+        return True
 
     def _open(self, mode: str, clear_cache: bool) -> _Sent:
         llm = self._llm
@@ -192,7 +229,7 @@ class VllmServer:
         """The running sync goes no further. What was sent ahead of one is executed first, so that this is not undone by it."""
         self._turn += 1
         self._said = None
-        opening, self._opening = self._opening, None
+        (_, opening), self._opening = self._opening or ("", None), None
         if opening is not None:
             await asyncio.wait([one for _, one in opening])
 
@@ -200,6 +237,7 @@ class VllmServer:
         """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
         before = self._said
         await self._next_turn()
+        turn = self._turn
         if before is None:
             before = await self._llm.get_weight_version()
         if before != expected:
@@ -209,6 +247,8 @@ class VllmServer:
         _, _, after = await asyncio.gather(
             llm.update_weight_version(version), llm.resume_generation(), llm.get_weight_version()
         )
+        if turn == self._turn:
+            self._stamped = turn, after
         return before, after
 
     async def resume_generation(self) -> None:
