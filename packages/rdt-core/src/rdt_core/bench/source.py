@@ -49,6 +49,7 @@ class RowSharded:
             draw(tensor.view(torch.int16), generator)
             self.padded.append(whole)
             self._shards.append(Shard(meta.name, (start,) + (0,) * (len(meta.shape) - 1), tensor))
+        self._held = [shard.tensor for shard in self._shards]
 
     def metadata(self) -> Sequence[wire.TensorMeta]:
         """See `WeightSource.metadata`."""
@@ -64,12 +65,12 @@ class RowSharded:
 
     def fingerprint(self) -> Any:
         """See `WatchedSource.fingerprint`: the shards are made once."""
-        return fingerprint(shard.tensor for shard in self._shards)
+        return fingerprint(self._held)
 
     def change(self) -> None:
         """See `rank.Held.change`."""
-        for shard in self._shards:
-            advance(shard.tensor.view(torch.int16))
+        for tensor in self._held:
+            advance(tensor.view(torch.int16))
 
     def digests(self, boxes: Sequence[Box]) -> list[int]:
         """See `rank.Held.digests`."""
