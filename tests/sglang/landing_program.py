@@ -54,9 +54,9 @@ def by_hand(scheduler: Any, folder: str) -> dict[str, Any]:
 
     from rdt_core.connection import typed_view
     from rdt_core.geometry import replay
+    from rdt_core.sources.watch import attribute_tensors
     from rdt_core.wire import TensorMeta
     from rdt_sglang import SglangLanding
-    from rdt_sglang.layers import derived
 
     tensors = load_file(Path(folder) / "model.safetensors")
     metas = [
@@ -78,7 +78,7 @@ def by_hand(scheduler: Any, folder: str) -> dict[str, Any]:
     }
     for storage in (landing.storage(key) for key in landing.destinations()):
         storage.fill_(0x5A)  # whatever is not written below would show, padding too
-    for value in derived(model).values():
+    for value in attribute_tensors(model).values():
         value.zero_()
     landing.prepare_models()
     landing.begin()
@@ -142,7 +142,26 @@ def faults(scheduler: Any, folder: str) -> dict[str, Any]:
     errors["address"] = raised(landing.finish)
     errors["address_at_begin"] = raised(landing.begin)
     parameter.data = old
-    return {"errors": errors, "silenced": calls, "still_silenced": "post_load_weights" in model.__dict__}
+    attention = model.model.layers[1].self_attn
+    attention.w_kc = None
+    landing.begin()
+    landing.finish()  # its post-load step makes the tensor, which is watched from then on
+    landing.begin()
+    attention.w_kc = attention.w_kc.clone()
+    errors["derived"] = raised(landing.finish)
+    name, buffer = next((name, buffer) for name, buffer in model.named_buffers() if buffer.numel())
+    landing.begin()
+    old, buffer.data = buffer.data, buffer.data.clone()
+    errors["buffer"] = raised(landing.finish)
+    buffer.data = old
+    landing.begin()
+    landing.finish()
+    return {
+        "errors": errors,
+        "moved_buffer": name,
+        "silenced": calls,
+        "still_silenced": "post_load_weights" in model.__dict__,
+    }
 
 
 if __name__ == "__main__":

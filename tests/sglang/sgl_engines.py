@@ -110,10 +110,12 @@ def fingerprints(scheduler: Any) -> dict[str, str]:
     """SHA-256 of every parameter, buffer and derived tensor of the target model."""
     import hashlib
 
-    from rdt_sglang.layers import derived
+    from rdt_core.sources.watch import attribute_tensors
 
     model = scheduler.tp_worker.model_runner.model
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers()) | derived(model)
+    named = (
+        dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers()) | attribute_tensors(model)
+    )
     return {
         name: hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
         for name, tensor in named.items()

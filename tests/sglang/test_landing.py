@@ -80,6 +80,9 @@ def test_a_changed_address_is_an_error(found):
         assert found["errors"][case].startswith(
             "EngineError: test/0: the address of model.layers.1.self_attn.o_proj.weight"
         )
+    for case, name in (("derived", "model.layers.1.self_attn.w_kc"), ("buffer", found["moved_buffer"])):
+        assert found["errors"][case].startswith(f"EngineError: test/0: the address of {name}")
+        assert "changed while its post-load step ran" in found["errors"][case]
 
 
 def test_loaders_that_end_with_the_post_load_step_are_kept_from_it_while_they_are_traced(found):

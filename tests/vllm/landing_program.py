@@ -118,6 +118,11 @@ def main(kind: str, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     parameter.data = parameter.data.clone()
     results["moved_parameter"] = name
     results["errors"]["address"] = raised(landing.finish)
+    landing.trace(metas)
+    name, buffer = next((name, buffer) for name, buffer in model.named_buffers() if buffer.numel())
+    buffer.data = buffer.data.clone()
+    results["moved_buffer"] = name
+    results["errors"]["address_at_begin"] = raised(landing.begin)
 
     if kind == "glm4-moe":
         first, second = (model.get_submodule(f"model.layers.{index}.mlp.experts.routed_experts") for index in (1, 2))

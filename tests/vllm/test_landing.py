@@ -79,6 +79,9 @@ def test_no_address_changes(found):
     error = found["errors"]["address"]
     assert error.startswith("EngineError")
     assert found["moved_parameter"] in error
+    error = found["errors"]["address_at_begin"]
+    assert error.startswith(f"EngineError: test/0: the address of {found['moved_buffer']}")
+    assert error.endswith("changed since it connected; connect it again")
 
 
 def test_what_cannot_be_traced_is_refused_by_name(found):

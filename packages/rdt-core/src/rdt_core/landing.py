@@ -90,6 +90,35 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return whole(tensor.untyped_storage())
 
 
+def with_index(device: torch.device | str) -> torch.device:
+    """Returns `device` as tensors tell theirs: `cuda` is the current one, by its index."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def check_places(
+    before: Mapping[str, tuple[int, int]], now: Mapping[str, tuple[int, int]], who: str, when: str
+) -> None:
+    """Refuses a model of which a tensor no longer lies where it lay. Tensors that came since are not looked at.
+
+    Args:
+        before: by name: address and bytes, as `sources.watch.AddressWatch` tells them.
+        now: the same, later; the same object where nothing changed.
+        who: names the engine rank.
+        when: ends the error: since or while what.
+
+    Raises:
+        EngineError: names the tensors that moved, were resized, or are gone.
+    """
+    if now is before:
+        return
+    moved = [name for name, place in before.items() if now.get(name) != place]
+    if moved:
+        raise EngineError(f"{who}: the address of {some(sorted(moved))} changed {when}")
+
+
 #: parts of the names that Megatron gives its parameters, and checkpoints do not
 _MEGATRON = (".linear_qkv.", ".linear_fc1.", ".linear_proj.", "word_embeddings.", "output_layer.")
 

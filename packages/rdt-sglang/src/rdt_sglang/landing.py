@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError, some
-from rdt_core.landing import Destination, foreign_names, megatron_names, storage_bytes
+from rdt_core.landing import Destination, check_places, foreign_names, megatron_names, storage_bytes, with_index
+from rdt_core.sources.watch import AddressWatch, Places
 from rdt_core.tracing import Destinations, Fill, Slice, Trace, trace
 from rdt_core.wire import TensorMeta
 
-from .layers import check_modules, derived, without_post_load
+from .layers import check_modules, without_post_load
 from .versions import check_sglang
 
 
@@ -55,7 +56,7 @@ class SglangLanding:
         self._runners = _with_roles(runners)
         if not self._runners:
             raise EngineError(f"{who}: there is no model to update")
-        self._device = _with_index(torch.device(device))
+        self._device = with_index(device)
         self._on_begin = on_begin
         self._on_abort = on_abort
         self._root = self._as_one()
@@ -63,8 +64,7 @@ class SglangLanding:
         self._destinations: dict[str, Destination] = {}
         self._storages: dict[str, torch.Tensor] = {}
         self._fills: dict[str, list[Fill]] = {}
-        self._addresses: dict[str, tuple[int, int]] = {}
-        self._moving: dict[str, tuple[int, int]] = {}
+        self._connected = self._begun = Places({}, {})
         for _, runner in self._runners:
             check_modules(runner.model, who)
 
@@ -139,11 +139,13 @@ class SglangLanding:
                 key=key, module=key.rpartition(".")[0], in_place=True, nbytes=self._storages[key].numel()
             )
         self.slices = len(result.slices)
-        self._addresses = {name: _place(tensor) for name, tensor in self._parameters().items()}
+        # post-load steps and first forward passes make tensors, which stay plain attributes of modules
+        self._watch = AddressWatch(self._root, attributes=True)
+        self._connected = self._watch.now()
 
     def _refuse_uncovered(self, landed: Mapping[str, int], result: Trace) -> None:
         wanted: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
-        for name, parameter in self._parameters().items():
+        for name, parameter in self._root.named_parameters(remove_duplicate=False):
             key = self._targets.find(parameter)
             if key is None:
                 raise EngineError(f"{self.who}: parameter {name} has no memory that could be written")
@@ -175,8 +177,9 @@ class SglangLanding:
         Raises:
             EngineError: a parameter moved since the trace.
         """
-        self._compare(self._addresses, self._parameters(), "since it connected; connect it again")
-        self._moving = {name: _place(tensor) for name, tensor in self._all().items()}
+        now = self._watch.now()
+        check_places(self._connected.parameters, now.parameters, self.who, "since it connected; connect it again")
+        self._begun = now
         if self._on_begin is not None:
             self._on_begin()
         with torch.no_grad():
@@ -204,8 +207,11 @@ class SglangLanding:
         with torch.no_grad():
             for _, runner in self._runners:
                 runner.weight_updater.end_weight_update(run_post_load=True)
-        self._compare(
-            self._moving, self._all(), "while its post-load step ran; captured CUDA graphs would read stale memory"
+        check_places(
+            self._begun.tensors,
+            self._watch.now().tensors,
+            self.who,
+            "while its post-load step ran; captured CUDA graphs would read stale memory",
         )
 
     def abort(self, reason: str) -> None:
@@ -221,17 +227,6 @@ class SglangLanding:
             return self._runners[0][1].model
         return torch.nn.ModuleDict({role: runner.model for role, runner in self._runners})
 
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self._root.named_parameters(remove_duplicate=False))
-
-    def _all(self) -> dict[str, torch.Tensor]:
-        return self._parameters() | dict(self._root.named_buffers(remove_duplicate=False)) | derived(self._root)
-
-    def _compare(self, before: Mapping[str, tuple[int, int]], now: Mapping[str, torch.Tensor], when: str) -> None:
-        moved = [name for name, place in before.items() if name not in now or _place(now[name]) != place]
-        if moved:
-            raise EngineError(f"{self.who}: the address of {some(sorted(moved))} changed {when}")
-
 
 def _with_roles(runners: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """The pairs with roles that differ: SGLang calls several draft runners the same."""
@@ -241,13 +236,3 @@ def _with_roles(runners: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
         seen[role] += 1
         named.append((role if seen[role] == 1 else f"{role}_{seen[role] - 1}", runner))
     return named
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -103,13 +103,3 @@ def without_post_load(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in quiet:
             module.__dict__.pop("post_load_weights", None)
-
-
-def derived(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the tensors that modules keep as plain attributes, by name: what post-load steps make of parameters."""
-    return {
-        f"{prefix}.{name}" if prefix else name: value
-        for prefix, module in model.named_modules()
-        for name, value in module.__dict__.items()
-        if isinstance(value, torch.Tensor)
-    }

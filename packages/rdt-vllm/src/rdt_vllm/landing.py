@@ -21,8 +21,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from rdt_core.errors import CoverageError, EngineError, RdtError, TracingError, some
-from rdt_core.landing import Destination, foreign_names, megatron_names, storage_bytes
-from rdt_core.sources.watch import ParameterWatch, TreeWatch
+from rdt_core.landing import Destination, check_places, foreign_names, megatron_names, storage_bytes, with_index
+from rdt_core.sources.watch import AddressWatch, Places, place
 from rdt_core.tracing import Destinations, Trace, trace
 from rdt_core.wire import TensorMeta
 from rdt_core.written import Place, count_written
@@ -87,7 +87,7 @@ class VllmLanding:
         self.who = who
         self._model = model
         self._model_config = model_config
-        self._device = _with_index(torch.device(device))
+        self._device = with_index(device)
         self._vllm_config = vllm_config
         self._modules = dict(model.named_modules())
         self._guard = TornGuard(model)
@@ -97,7 +97,7 @@ class VllmLanding:
         self._padded: set[str] = set()  # destinations with elements that neither a slice nor a fill writes
         self._idle: set[str] = set()  # modules that land in place and have no post-load step
         self._ties: dict[str, list[tuple[str, str, str]]] = {}  # owner module -> (its tensor, tied module, its tensor)
-        self._addresses: dict[str, tuple[int, int]] = {}
+        self._connected = Places({}, {})
         self._storages: dict[str, torch.Tensor] = {}
         self._opened: set[str] = set()
         self._refuse_strange_parameters()
@@ -203,9 +203,8 @@ class VllmLanding:
         self._refuse_shared()
         attention = [module for module in self._modules.values() if layers.is_deferred(module)]
         self._deferred = [module for module in attention if not layers.makes_constants(module)]
-        self._tree = TreeWatch([self._model])
-        self._watch = self._watch_addresses()
-        self._addresses = self._watch.mark()
+        self._watch = AddressWatch(self._model)
+        self._connected = self._watch.now()
 
     def _serving(self, form: _Format) -> torch.Tensor | None:
         return layers.tensors(self._modules[form.module]).get(form.name)
@@ -333,7 +332,7 @@ class VllmLanding:
             form = self._formats[key]
             serving = self._serving(form)
             if serving is not None and serving.numel():
-                owners[_place(serving)] = form
+                owners[place(serving)] = form
         receiving = {self._formats[key].module for key in landed}
         ties: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
         shared = set()
@@ -341,7 +340,7 @@ class VllmLanding:
             serving = self._serving(form)
             if key in landed or not form.parameter or serving is None or not serving.numel():
                 continue
-            owner = owners.get(_place(serving))
+            owner = owners.get(place(serving))
             if owner is None or owner.shape != form.shape or owner.dtype != form.dtype:
                 continue
             shared.add(key)
@@ -386,7 +385,7 @@ class VllmLanding:
             serving = self._serving(self._formats[key])
             if serving is None or not serving.numel():
                 continue
-            first = seen.setdefault(_place(serving), key)
+            first = seen.setdefault(place(serving), key)
             if first != key:
                 raise CoverageError(
                     f"{self.who}: {first} and {key} are loaded from different checkpoint tensors but share their memory, "
@@ -404,43 +403,9 @@ class VllmLanding:
                     "TorchAO quantisation cannot be updated, use vLLM's own quantisation"
                 )
 
-    def _take_addresses(self) -> dict[str, tuple[int, int]]:
-        named = [
-            *self._model.named_parameters(remove_duplicate=False),
-            *self._model.named_buffers(remove_duplicate=False),
-        ]
-        return {name: _place(tensor) for name, tensor in named}
-
-    def _watch_addresses(self) -> ParameterWatch:
-        """Takes the addresses again only where a parameter or buffer is another one, or lies elsewhere, than the last time."""
-        places = [
-            (module, name, table is module._buffers)
-            for module in self._model.modules()
-            for table in (module._parameters, module._buffers)
-            for name, tensor in table.items()
-            if tensor is not None
-        ]
-        owners, names, buffers = ([*column] for column in zip(*places, strict=True))
-        return ParameterWatch(owners, names, buffers, [False] * len(names), self._take_addresses)
-
     def _check_addresses(self, when: str) -> None:
-        now = self._watch.mark() if self._tree.is_same() else self._take_addresses()
-        if now is self._addresses:
-            return
-        moved = [name for name, place in self._addresses.items() if now.get(name) != place]
-        if moved:
-            raise EngineError(f"{self.who}: the address of {some(sorted(moved))} changed {when}")
+        check_places(self._connected.tensors, self._watch.now().tensors, self.who, when)
 
 
 def _key(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -1,12 +1,14 @@
-"""Do parameters lie where they lay? Asked before every sync, of every parameter, so in columns and not one by one.
+"""Do parameters lie where they lay? Asked in every sync, of every parameter, so in columns and not one by one.
 
-A source checks each parameter with care when it is declared and whenever something here differs; between two syncs mostly
-nothing does, and a few passes in C over all of them say so. Nothing is kept alive: what was replaced may be freed.
+A source checks each parameter with care when it is declared and whenever something here differs; an engine's landing takes
+the names and addresses of its model again. Between two syncs mostly nothing does, and a few passes in C over all of them say
+so. No tensor is kept alive: what was replaced may be freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, getitem, not_
 from typing import Any
@@ -102,9 +104,119 @@ class TreeWatch:
         self._children = self._now()
 
     def is_same(self) -> bool:
-        """False once a module was added, taken away or replaced, or got or lost a parameter."""
+        """False once a module was added, taken away, replaced or renamed, or got or lost a parameter."""
         return self._now() == self._children
 
-    def _now(self) -> tuple[list[int], list[int]]:
-        children = chain.from_iterable(map(dict.values, map(attrgetter("_modules"), self._modules)))
-        return list(map(id, children)), list(map(len, map(attrgetter("_parameters"), self._modules)))
+    def _now(self) -> tuple[list[int], list[str], list[int]]:
+        tables = list(map(attrgetter("_modules"), self._modules))
+        children = chain.from_iterable(map(dict.values, tables))
+        counts = list(map(len, map(attrgetter("_parameters"), self._modules)))
+        return list(map(id, children)), list(chain.from_iterable(tables)), counts
+
+    def tables(self, attributes: Iterable[str]) -> list[dict[str, Any]]:
+        """Returns dictionaries of all modules: the first of these attributes of each of them, then the next."""
+        return list(chain.from_iterable(map(attrgetter(attribute), self._modules) for attribute in attributes))
+
+
+def place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the address of the first element, and the bytes of all of them."""
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def attribute_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the tensors that modules keep as plain attributes, by name: what post-load steps make of parameters."""
+    # engines are traced while they generate, and a forward pass may add attributes meanwhile: so it goes over lists
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in root.named_modules()
+        for name, value in list(vars(module).items())
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tensors of a model lie: (address, bytes) by qualified name, tied tensors under each of theirs.
+
+    Attributes:
+        parameters: of its parameters.
+        tensors: of these, its buffers and, where they are watched, the tensors that modules keep as plain attributes.
+    """
+
+    parameters: Mapping[str, tuple[int, int]]
+    tensors: Mapping[str, tuple[int, int]]
+
+
+class AddressWatch:
+    """Where the tensors of a model that serves lie: what the landing of an engine compares before and after a sync.
+
+    Args:
+        root: the model.
+        attributes: whether tensors that modules keep as plain attributes are watched too.
+    """
+
+    def __init__(self, root: nn.Module, *, attributes: bool = False) -> None:
+        self._root = root
+        self._tables = ("_parameters", "_buffers", *(["__dict__"] if attributes else []))
+        self._types: list[type] = []
+        self._owners: list[int] = []  # of each tensor, the number of the table that it is in
+        self._names: list[str] = []  # and its name there
+        self._tree = TreeWatch([root])
+        self._columns = self._look()
+        self._places = self._take()
+
+    def now(self) -> Places:
+        """Returns where all of them lie now, those that came since included.
+
+        Names are made only where something differs from the last call. A mapping that is equal to the last one is that one, so
+        that `is` tells at once that nothing moved.
+        """
+        is_same = self._tree.is_same()
+        if not is_same:
+            self._tree = TreeWatch([self._root])
+        columns = self._look()
+        if not is_same or columns != self._columns:
+            last, found = self._places, self._take()
+            self._places = Places(
+                last.parameters if found.parameters == last.parameters else found.parameters,
+                last.tensors if found.tensors == last.tensors else found.tensors,
+            )
+            self._columns = columns
+        return self._places
+
+    def _look(self) -> Any:
+        """What `_take` depends on while the tree is the same: which entries of the modules' tables are tensors, and where."""
+        tables = self._tree.tables(self._tables)
+        types = list(map(type, chain.from_iterable(map(dict.values, tables))))
+        if types != self._types:
+            self._types = types
+            self._find(tables)
+        try:
+            places = self._where(tables)
+        except (KeyError, TypeError):  # as many tensors as before, but one has another name or is another module's
+            self._find(tables)
+            places = self._where(tables)
+        return self._owners, self._names, places
+
+    def _find(self, tables: Sequence[dict[str, Any]]) -> None:
+        found = [
+            (number, name)
+            for number, table in enumerate(tables)
+            for name, value in list(table.items())
+            if isinstance(value, torch.Tensor)
+        ]
+        self._owners, self._names = [number for number, _ in found], [name for _, name in found]
+
+    def _where(self, tables: Sequence[dict[str, Any]]) -> Any:
+        return fingerprint(map(getitem, map(tables.__getitem__, self._owners), self._names))
+
+    def _take(self) -> Places:
+        parameters = dict(self._root.named_parameters(remove_duplicate=False))
+        tensors = parameters | dict(self._root.named_buffers(remove_duplicate=False))
+        if "__dict__" in self._tables:
+            tensors |= attribute_tensors(self._root)
+        with _plainly():
+            return Places(
+                {name: place(tensor) for name, tensor in parameters.items()},
+                {name: place(tensor) for name, tensor in tensors.items()},
+            )
