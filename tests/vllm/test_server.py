@@ -254,6 +254,49 @@ def test_an_engine_that_was_used_since_is_not_paused_ahead(made, use):
     assert engine.calls == []
 
 
+@pytest.mark.parametrize("when", ["before it is taken back", "while it is"])
+def test_an_engine_that_somebody_paused_since_stays_paused(made, when):
+    server, engine = made
+    engine.renderer = SimpleNamespace(clear_mm_cache_async=lambda: asyncio.sleep(0.02))
+    engine.pause_generation = lambda **_: engine._send("their pause")
+
+    async def main() -> None:
+        await stamped(server, engine)
+        await ahead(server)
+        back: asyncio.Task[bool] | None = None
+        if when == "while it is":
+            back = asyncio.ensure_future(server.take_back("mine"))
+            await asyncio.sleep(0)
+        await server.pause_generation()
+        assert not await (back or server.take_back("mine"))
+        await server.start_weight_update()
+        await ahead(server)
+
+    asyncio.run(main())
+    names = [name for name, _ in engine.calls]
+    assert "resume" not in names
+    assert names[-2:] == ["their pause", "start"]
+    assert names.count("update") == names.count("finish") == 1, "what was opened ahead is closed"
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_pause_right_after_the_stamp_counts(made, pauses):
+    server, engine = made
+    engine.pause_generation = lambda **_: engine._send("their pause")
+
+    async def main() -> None:
+        engine.says = "receiving"
+        stamping = asyncio.ensure_future(server.stamp_and_resume("receiving", "6"))
+        await asyncio.sleep(0)
+        if pauses:
+            await server.pause_generation()
+        await stamping
+        await ahead(server)
+
+    asyncio.run(main())
+    assert (server._opening is None) is pauses
+
+
 def test_a_driver_takes_back_nothing_of_anothers_sync(made):
     server, engine = made
 

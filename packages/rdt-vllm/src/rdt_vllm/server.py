@@ -53,9 +53,8 @@ class VllmServer:
     _said: str | None = (
         None  # what the engine says of its version, where the latest such call knows: nobody else stamps it
     )
-    _stamped: tuple[int, str] | None = (
-        None  # turn and version of the latest stamp: while the turn is that, nobody used it since
-    )
+    _pauses = 0  # counts those by themselves: whoever paused it may want it to stay so
+    _stamped: tuple[int, int, str] | None = None  # both counts, and the version, when a sync let it generate
     _opening: tuple[str, _Sent] | None = None  # sent ahead of a sync that has not begun yet, and the ticket for it
 
     def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **engine_args: Any) -> None:
@@ -111,7 +110,8 @@ class VllmServer:
 
     async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
         """See `AsyncLLM.pause_generation`."""
-        self._stamped = None  # whoever paused it may want it to stay so
+        self._pauses += 1
+        await self._drop_opening()
         await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def receive_version(self, version: int, *, mode: str, clear_cache: bool, limit_s: float) -> dict[str, float]:
@@ -182,7 +182,7 @@ class VllmServer:
             version: that the engine was stamped with, in the latest call of a sync.
             mode, clear_cache: see `receive_version`.
         """
-        if self._stamped == (self._turn, version):
+        if self._stamped == (self._turn, self._pauses, version):
             await self._next_turn()
             self._opening = ticket, self._open(mode, clear_cache)
 
@@ -201,18 +201,15 @@ class VllmServer:
         await asyncio.wait([one for _, one in opening[1]])
         if self._opening is not opening:
             return False
-        self._opening, turn, stamped = None, self._turn, self._stamped
+        self._opening = None
         if any(one.cancelled() or one.exception() for _, one in opening[1]):
             return False
-        llm = self._llm
-        _, _, (_, resumed) = _sent(
-            ("abort", partial(llm.update_weights, UpdateRequest({"version": -1, "abort": "its sync could not begin"}))),
-            ("finish", llm.finish_weight_update),
-            ("resume", llm.resume_generation),
-        )
+        counts, stamped = (self._turn, self._pauses), self._stamped
+        self._close()
+        ((_, resumed),) = _sent(("resume", self._llm.resume_generation))
         await resumed
-        if stamped is not None and turn == self._turn:
-            self._stamped = turn, stamped[1]
+        if stamped is not None:
+            self._stamped = *counts, stamped[2]
         return True
 
     def _open(self, mode: str, clear_cache: bool) -> _Sent:
@@ -225,19 +222,28 @@ class VllmServer:
 
         return _sent(("pause", pause), ("begin", llm.start_weight_update))
 
+    def _close(self) -> _Sent:
+        """Ends an update of which nothing was received."""
+        abort = UpdateRequest({"version": -1, "abort": "its sync could not begin"})
+        return _sent(("abort", partial(self._llm.update_weights, abort)), ("finish", self._llm.finish_weight_update))
+
     async def _next_turn(self) -> None:
-        """The running sync goes no further. What was sent ahead of one is executed first, so that this is not undone by it."""
+        """The running sync goes no further."""
         self._turn += 1
         self._said = None
+        await self._drop_opening()
+
+    async def _drop_opening(self) -> None:
+        """What was sent ahead of a sync goes no further, and is executed before anything that the caller sends next."""
         (_, opening), self._opening = self._opening or ("", None), None
         if opening is not None:
-            await asyncio.wait([one for _, one in opening])
+            await asyncio.wait([one for _, one in (*opening, *self._close())])
 
     async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
         """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
         before = self._said
         await self._next_turn()
-        turn = self._turn
+        counts = self._turn, self._pauses
         if before is None:
             before = await self._llm.get_weight_version()
         if before != expected:
@@ -247,8 +253,7 @@ class VllmServer:
         _, _, after = await asyncio.gather(
             llm.update_weight_version(version), llm.resume_generation(), llm.get_weight_version()
         )
-        if turn == self._turn:
-            self._stamped = turn, after
+        self._stamped = *counts, after
         return before, after
 
     async def resume_generation(self) -> None:
