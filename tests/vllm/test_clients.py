@@ -401,4 +401,7 @@ def test_an_abort_does_what_the_failed_step_of_one_call_left_to_do(answers, step
 def test_several_actors_are_driven_step_by_step():
     assert VllmRayEngine([Handle(), Handle()], name="r").receive is None
     assert VllmRayEngine([Handle(), Handle()], name="r").ahead is None
+    assert VllmRayEngine(Handle(), name="r", pause="abort").ahead is None, (
+        "requests would end for a sync that may not begin"
+    )
     assert VllmRayEngine(Handle(), name="r", pause="wait").receive is None

@@ -84,8 +84,10 @@ class BenchServer(VllmServer):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=model, weight_transfer_config=WeightTransferConfig(backend=STOCK), **engine_args)
+        self._host(
+            AsyncLLM.from_engine_args(
+                AsyncEngineArgs(model=model, weight_transfer_config=WeightTransferConfig(backend=STOCK), **engine_args)
+            )
         )
 
 

@@ -18,17 +18,13 @@ from typing import Any
 import msgspec
 
 from rdt_core.engines import STEPS, Ahead, CachePolicy, ConnectInfo, PauseMode, Receive, keeps_steps
-from rdt_core.errors import DeadlineError, EngineError, StepError
+from rdt_core.errors import DeadlineError, EngineError, StepError, death_of
 from rdt_core.web import StatusError, Web
 
-from .protocol import ABORTED, AT_STEP, LEFT_OPEN, OPEN_ON_LAST, RECEIVING
+from .protocol import ABORTED, ALREADY_OPEN, AT_STEP, LEFT_OPEN, NOT_OPEN, OPEN_ON_LAST, RECEIVING
 
 #: seconds that an engine gets less than its caller for a pull, so that its own error comes first
 MARGIN_S = 2.0
-
-#: how vLLM's worker refuses a call that does not fit the state of its weight update
-_NOT_OPEN = ("must be called before", "without a matching")
-_ALREADY_OPEN = "already active"
 
 
 @dataclass
@@ -216,9 +212,9 @@ class _VllmEngine(ABC):
                     unexpected.append(f"{what}: {error}")
 
         if finish_failed:
-            tell("start", [_ALREADY_OPEN], self._start)
-        tell("update", [ABORTED, *_NOT_OPEN], self._update, {"version": version, "abort": reason})
-        tell("finish", list(_NOT_OPEN), self._finish)
+            tell("start", [ALREADY_OPEN], self._start)
+        tell("update", [ABORTED, *NOT_OPEN], self._update, {"version": version, "abort": reason})
+        tell("finish", list(NOT_OPEN), self._finish)
         if unexpected:
             raise EngineError(f"replica {self.name!r} did not end its sync: " + "; ".join(unexpected))
 
@@ -266,7 +262,10 @@ class VllmRayEngine(_VllmEngine):
         whole = whole and keeps_steps(self, VllmRayEngine)
         #: a `VllmServer` takes a sync in one call; other actors are driven step by step
         self.receive: Receive | None = self._receive if whole else None
-        self.ahead: Ahead | None = _Ahead(self) if whole and hasattr(self.handles[0], "pause_ahead") else None
+        # only a pause of which requests notice nothing: the sync may not begin
+        ahead = whole and pause == "keep" and hasattr(self.handles[0], "pause_ahead")
+        self.ahead: Ahead | None = _Ahead(self) if ahead else None
+        self._mark = ""  # the engine's latest stamp is this client's
         self._is_resumed = False  # by the call that stamped it
 
     @property
@@ -294,7 +293,7 @@ class VllmRayEngine(_VllmEngine):
                 cause = error.cause if error.cause is not None else error
                 failures.append((f"actor {index}: {type(cause).__name__}: {cause}", error))
             except RayActorError as error:
-                failures.append((f"actor {index} died: {error}", error))
+                failures.append((f"actor {index} died: {death_of(error)}", error))
         if failures:
             told = "; ".join(text for text, _ in failures)
             raise EngineError(f"replica {self.name!r}: {method} failed: {told}") from failures[0][1]
@@ -330,7 +329,8 @@ class VllmRayEngine(_VllmEngine):
     def _restamp(self, expected: str, version: str, deadline: float) -> tuple[list[str], list[str]]:
         if self.receive is None:
             return super()._restamp(expected, version, deadline)
-        ((before, after),) = self._call("stamp_and_resume", expected, version, deadline=deadline)
+        self._mark = uuid.uuid4().hex if self.ahead is not None else ""
+        ((before, after),) = self._call("stamp_and_resume", expected, version, self._mark, deadline=deadline)
         self._is_resumed = before == expected and after == version
         return [before], [after]
 
@@ -387,18 +387,18 @@ class _Ahead:
 
     def send(self) -> bool:
         client = self._client
-        if client._before is None or client._uncommitted is not None:
+        if client._before is None or client._uncommitted is not None or not client._mark:
             return False  # it would have to be asked first
         self._ticket = uuid.uuid4().hex
         client.handles[0].pause_ahead.remote(
-            self._ticket, client._before, mode=client.pause_mode, clear_cache=client.cache == "reset"
+            self._ticket, client._mark, mode=client.pause_mode, clear_cache=client.cache == "reset"
         )
         return True
 
     def take_back(self, *, deadline: float) -> bool:
         client = self._client
         before, client._before = client._before, None
-        (done,) = client._call("take_back", self._ticket, deadline=deadline)
+        (done,) = client._call("take_back", self._ticket, client._mark, deadline=deadline)
         if done:
             client._before = before
         return bool(done)

@@ -9,6 +9,9 @@ from __future__ import annotations
 RECEIVING = "receiving "
 #: the sync was ended by `update_weights` with `abort`, as asked
 ABORTED = "rdt-aborted"
+#: vLLM's own words for a call that does not fit a worker's weight update: one that is not open, and one that is
+NOT_OPEN = ("must be called before", "without a matching")
+ALREADY_OPEN = "already active"
 #: a step of a sync that was taken in one call failed; followed by its name and a semicolon
 AT_STEP = "rdt-step:"
 #: an earlier weight update never ended; followed by a colon and the ranks of which the update is open

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from rdt_core.engines import STEPS
 from rdt_core.errors import EngineError
 from rdt_core.servers import Generation
 
+from .ahead import Ahead, Policy, Sent, send
 from .clients import UpdateRequest
 from .plugin import BACKEND
 from .protocol import AT_STEP, RECEIVING
@@ -30,9 +31,6 @@ __all__ = ["Generation", "VllmServer", "launch"]
 SHUTDOWN_S = 20.0
 #: seconds that workers get less for a pull than the whole sync has, so that their own error, which says who was late, comes first
 OWN_S = 1.0
-
-
-_Sent = list[tuple[str, asyncio.Future[Any]]]
 
 
 class VllmServer:
@@ -53,9 +51,6 @@ class VllmServer:
     _said: str | None = (
         None  # what the engine says of its version, where the latest such call knows: nobody else stamps it
     )
-    _pauses = 0  # counts those by themselves: whoever paused it may want it to stay so
-    _stamped: tuple[int, int, str] | None = None  # both counts, and the version, when a sync let it generate
-    _opening: tuple[str, _Sent] | None = None  # sent ahead of a sync that has not begun yet, and the ticket for it
 
     def __init__(self, model: str, *, env: Mapping[str, str] | None = None, **engine_args: Any) -> None:
         os.environ.update(env or {})
@@ -73,9 +68,18 @@ class VllmServer:
         backend = config["backend"] if isinstance(config, Mapping) else config.backend
         if backend != BACKEND:
             raise EngineError(f"VllmServer uses weight transfer backend {BACKEND!r}; {backend!r} was asked for")
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=model, weight_transfer_config=WeightTransferConfig(backend=BACKEND), **engine_args)
+        self._host(
+            AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=model, weight_transfer_config=WeightTransferConfig(backend=BACKEND), **engine_args
+                )
+            )
         )
+
+    def _host(self, llm: Any) -> None:
+        """Takes vLLM's `AsyncLLM` that is to be hosted."""
+        self._llm = llm
+        self._ahead = Ahead(llm)
 
     async def ready(self) -> str:
         """Returns the engine's name and version once it can generate."""
@@ -110,8 +114,7 @@ class VllmServer:
 
     async def pause_generation(self, *, mode: str = "keep", clear_cache: bool = True) -> None:
         """See `AsyncLLM.pause_generation`."""
-        self._pauses += 1
-        await self._drop_opening()
+        await self._ahead.used()
         await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def receive_version(self, version: int, *, mode: str, clear_cache: bool, limit_s: float) -> dict[str, float]:
@@ -135,11 +138,13 @@ class VllmServer:
                 or do so later. So does a later call that ends this sync: nothing is sent after an abort, a resumption, or another
                 sync.
         """
-        (_, opening), self._opening = self._opening or ("", None), None
+        policy = Policy(mode, clear_cache)
+        turn, opening = self._turn, self._ahead.claim(policy)
         if opening is None:
-            await self._next_turn()
-            opening = self._open(mode, clear_cache)
-        turn, end = self._turn, time.monotonic() + limit_s
+            turn, _ = await self._next_turn()
+            self._check_turn(turn, "pause")
+            opening = self._ahead.open(policy)
+        end = time.monotonic() + limit_s
         llm = self._llm
 
         async def pull() -> None:
@@ -150,7 +155,7 @@ class VllmServer:
         stamp = partial(llm.update_weight_version, said)
         seconds = dict.fromkeys(STEPS, 0.0)
 
-        async def done(sent: _Sent) -> None:
+        async def done(sent: Sent) -> None:
             try:
                 for name, one in sent:
                     started = time.monotonic()
@@ -165,95 +170,80 @@ class VllmServer:
                     one.cancel()
 
         await done(opening)
-        if turn != self._turn:
-            raise EngineError(f"{AT_STEP}pull; its sync was ended by a later call")
-        await done(_sent(("pull", stamp), ("pull", pull), ("finish", llm.finish_weight_update)))
+        self._check_turn(turn, "pull")
+        await done(send(("pull", stamp), ("pull", pull), ("finish", llm.finish_weight_update)))
         if turn == self._turn:
             self._said = said
         return seconds
 
-    async def pause_ahead(self, ticket: str, version: str, *, mode: str, clear_cache: bool) -> None:
-        """Sends what `receive_version` begins with; the next one goes on from there.
+    async def pause_ahead(self, ticket: str, mark: str, *, mode: str, clear_cache: bool) -> None:
+        """Sends what `receive_version` begins with, before the sync has begun; the next one goes on from there.
 
-        Nothing is sent if the engine is not as it was left: another driver may be in the middle of a sync of it.
+        Nothing is sent if anybody used the engine since it was stamped with this mark: another driver may be in the middle of a
+        sync of it.
 
         Args:
             ticket: for `take_back`.
-            version: that the engine was stamped with, in the latest call of a sync.
+            mark: see `stamp_and_resume`.
             mode, clear_cache: see `receive_version`.
         """
-        if self._stamped == (self._turn, self._pauses, version):
-            await self._next_turn()
-            self._opening = ticket, self._open(mode, clear_cache)
+        if self._ahead.begin(ticket, mark, Policy(mode, clear_cache)):
+            self._turn += 1
+            self._said = None
 
-    async def take_back(self, ticket: str) -> bool:
+    async def take_back(self, ticket: str, mark: str) -> bool:
         """Ends what was sent ahead and lets the engine generate, unless any other call of a sync came since.
 
         Args:
-            ticket: that it was sent with.
+            ticket, mark: as at `pause_ahead`.
 
         Returns:
             Whether the engine goes on as before.
         """
-        if self._opening is None or self._opening[0] != ticket:
-            return False
-        opening = self._opening
-        await asyncio.wait([one for _, one in opening[1]])
-        if self._opening is not opening:
-            return False
-        self._opening = None
-        if any(one.cancelled() or one.exception() for _, one in opening[1]):
-            return False
-        counts, stamped = (self._turn, self._pauses), self._stamped
-        self._close()
-        ((_, resumed),) = _sent(("resume", self._llm.resume_generation))
-        await resumed
-        if stamped is not None:
-            self._stamped = *counts, stamped[2]
-        return True
+        return await self._ahead.take_back(ticket, mark)
 
-    def _open(self, mode: str, clear_cache: bool) -> _Sent:
-        llm = self._llm
+    async def _next_turn(self) -> tuple[int, int]:
+        """The running sync goes no further.
 
-        async def pause() -> None:
-            if clear_cache:
-                await llm.renderer.clear_mm_cache_async()
-            await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-
-        return _sent(("pause", pause), ("begin", llm.start_weight_update))
-
-    def _close(self) -> _Sent:
-        """Ends an update of which nothing was received."""
-        abort = UpdateRequest({"version": -1, "abort": "its sync could not begin"})
-        return _sent(("abort", partial(self._llm.update_weights, abort)), ("finish", self._llm.finish_weight_update))
-
-    async def _next_turn(self) -> None:
-        """The running sync goes no further."""
+        Returns:
+            The numbers of this turn, and of this use of the engine; while the caller waited others may have had theirs.
+        """
         self._turn += 1
         self._said = None
-        await self._drop_opening()
+        turn = self._turn
+        return turn, await self._ahead.used()
 
-    async def _drop_opening(self) -> None:
-        """What was sent ahead of a sync goes no further, and is executed before anything that the caller sends next."""
-        (_, opening), self._opening = self._opening or ("", None), None
-        if opening is not None:
-            await asyncio.wait([one for _, one in (*opening, *self._close())])
+    def _check_turn(self, turn: int, step: str) -> None:
+        if turn != self._turn:
+            raise EngineError(f"{AT_STEP}{step}; its sync was ended by a later call")
 
-    async def stamp_and_resume(self, expected: str, version: str) -> tuple[str, str]:
-        """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after."""
+    async def stamp_and_resume(self, expected: str, version: str, mark: str = "") -> tuple[str, str]:
+        """Stamps the engine and lets it generate if it says `expected`; returns what it says before and after.
+
+        Args:
+            expected: what it says while it receives.
+            version: that it is stamped with.
+            mark: of the driver's own, by which it pauses the engine ahead of its next sync.
+
+        Raises:
+            EngineError: another call of a sync came before the engine was stamped.
+        """
         before = self._said
-        await self._next_turn()
-        counts = self._turn, self._pauses
+        turn, uses = await self._next_turn()
         if before is None:
             before = await self._llm.get_weight_version()
         if before != expected:
             return before, before
+        if turn != self._turn:
+            raise EngineError(
+                f"the engine was not stamped with version {version}: another call of a sync came meanwhile"
+            )
         llm = self._llm
         # executed in this order
         _, _, after = await asyncio.gather(
             llm.update_weight_version(version), llm.resume_generation(), llm.get_weight_version()
         )
-        self._stamped = *counts, after
+        self._ahead.leave(uses, mark)
         return before, after
 
     async def resume_generation(self) -> None:
@@ -267,6 +257,7 @@ class VllmServer:
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         """See `AsyncLLM.init_weight_transfer_engine`."""
+        await self._ahead.used()
         await self._llm.init_weight_transfer_engine(request)
 
     async def shutdown_weight_transfer_engine(self) -> None:
@@ -275,6 +266,7 @@ class VllmServer:
 
     async def start_weight_update(self) -> None:
         """See `AsyncLLM.start_weight_update`."""
+        await self._ahead.used()
         await self._llm.start_weight_update()
 
     async def update_weights(self, request: Any) -> None:
@@ -317,14 +309,6 @@ class VllmServer:
                 memory stays. vLLM's own default of 5 is less than a busy machine takes.
         """
         self._llm.shutdown(timeout=timeout_s)
-
-
-def _sent(*calls: tuple[str, Callable[[], Awaitable[Any]]]) -> _Sent:
-    """Sends calls of named steps together, in this order."""
-    sent: _Sent = [(name, asyncio.ensure_future(call())) for name, call in calls]
-    for _, one in sent:  # seen: the first failure is told, also where nobody waits any more
-        one.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return sent
 
 
 def _generation(sample: Any) -> Generation:
