@@ -223,8 +223,8 @@ def test_a_name_that_cannot_be_replaced_is_refused(checkout: Path, tmp_path: Pat
 def test_a_copy_as_it_was_made_passes(checkout: Path, copy: Path) -> None:
     done = vendor(copy.parents[1], "--check", root=checkout)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("7 files as they were copied from rdt 1.2.3")
-    assert "differ from this checkout" not in done.stdout
+    assert done.stdout.startswith("7 files as copied from rdt 1.2.3")
+    assert "from this checkout" not in done.stdout
 
 
 def test_a_copy_can_be_checked_without_the_checkout(checkout: Path, copy: Path, tmp_path: Path) -> None:
@@ -247,7 +247,32 @@ def test_local_changes_are_named(checkout: Path, copy: Path) -> None:
         f"missing: {copy}/rdt_core/distributions.py",
         f"added: {copy}/rdt_vllm/mine.py",
     ]
-    assert "3 files are not as they were copied from rdt 1.2.3" in done.stderr
+    assert "3 files are not as copied from rdt 1.2.3" in done.stderr
+    assert "changed, missing: --sync --force makes them anew" in done.stderr
+    assert "added: remove them" in done.stderr
+
+
+def test_a_file_that_was_added_stays_and_the_way_out_is_said(checkout: Path, copy: Path) -> None:
+    mine = copy / "rdt_vllm" / "mine.py"
+    mine.write_text("")
+    for arguments in (("--sync",), ("--sync", "--force"), ("--as", "host.rdt", "--force")):
+        done = vendor(copy.parents[1], *arguments, root=checkout)
+        assert done.returncode == 0, done.stderr
+        assert f"added: {mine}\n" in done.stdout
+        assert "remove them, or move them out" in done.stdout
+    done = vendor(copy.parents[1], "--check", root=checkout)
+    assert (done.returncode, done.stdout) == (1, f"added: {mine}\n")
+    assert done.stderr.startswith("ci/vendor: 1 file is not as copied from rdt 1.2.3; the way out:\nadded: remove them")
+    assert "--force" not in done.stderr
+    mine.rename(copy / "mine.py")
+    assert vendor(copy.parents[1], "--check", root=checkout).returncode == 0
+    assert "added:" not in vendor(copy.parents[1], "--sync", root=checkout).stdout
+
+
+def test_one_file_is_one_file(checkout: Path, copy: Path) -> None:
+    (checkout / "packages" / "rdt-core" / "src" / "rdt_core" / "a.py").write_text("value = 2\n")
+    assert "1 file differs from this checkout" in vendor(copy.parents[1], "--check", root=checkout).stdout
+    assert ": 1 file written or removed" in vendor(copy.parents[1], "--sync", root=checkout).stdout
 
 
 def test_sync_takes_over_what_changed_here(checkout: Path, copy: Path) -> None:

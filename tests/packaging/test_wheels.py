@@ -48,17 +48,24 @@ print(count, [name for name in sys.argv[3:] if name in sys.modules])
 """
 
 
+#: what would lead a process in an environment of its own to another one's packages
+ELSEWHERE = ("PYTHONHOME", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT", "VIRTUAL_ENV")
+
+
+def variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
+
+
 def uv(*arguments: str | Path, cwd: Path = ROOT) -> None:
     """Runs uv outside this environment; its output is part of the error."""
-    env = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")}
     command = [sys.executable, "-m", "uv", "--no-progress", *map(str, arguments)]
-    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, cwd=cwd, env=variables(), capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}\n{result.stderr}"
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Source distributions of every workspace member, and the wheels that were built from them."""
+    """What the documented command makes: source distributions, and the wheels that were built from them."""
     folder = tmp_path_factory.mktemp("dist")
     uv("build", "--all-packages", "--out-dir", folder)
     return folder
@@ -68,8 +75,19 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def constraints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The lock's versions, so that a clean environment gets what was tested (and what the cache already holds)."""
     path = tmp_path_factory.mktemp("lock") / "constraints.txt"
-    uv("export", "--frozen", "--all-packages", "--no-emit-workspace", "--no-hashes", "--quiet", "--output-file", path)
+    ours = ("--no-emit-workspace", "--no-emit-package", "rdt-testbed")
+    uv("export", "--frozen", "--all-packages", *ours, "--no-hashes", "--quiet", "--output-file", path)
     return path
+
+
+def test_packages_and_nothing_else_are_built(dist: Path) -> None:
+    """Whoever lets pip look in that folder, or publishes it, finds nothing there that only tests need."""
+    made = {path.name for path in dist.iterdir() if not path.name.startswith(".")}
+    assert made == {
+        f"{package.replace('-', '_')}-{VERSION}{kind}"
+        for package in PACKAGES
+        for kind in (".tar.gz", "-py3-none-any.whl")
+    }
 
 
 def wheel_of(dist: Path, package: str) -> Path:
@@ -155,7 +173,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(environment: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     # bytecode goes away with the environment; without any, each run would compile torch and Ray anew
-    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(environment / "bytecode")}
+    env = {**variables(), "PYTHONPYCACHEPREFIX": str(environment / "bytecode")}
     return subprocess.run(
         list(map(str, command)), cwd=environment, env=env, capture_output=True, text=True, timeout=120, check=False
     )

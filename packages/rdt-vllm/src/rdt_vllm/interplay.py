@@ -26,7 +26,8 @@ def vllm_source(
         source: of this trainer rank.
         group: the `torch.distributed` process group of the source's ranks; None: this rank holds everything. Every rank makes
             and iterates it, in step.
-        device: where full tensors are put together; default: where this rank's shards lie. `nccl` and `ipc` need a GPU.
+        device: where full tensors are given; default: where this rank's shards lie. `nccl` and `ipc` need a GPU, so that
+            `CheckpointSource` needs `device="cuda"` there.
 
     Raises:
         MissingVllmError: vLLM is not installed here, or not a tested release.
@@ -36,13 +37,15 @@ def vllm_source(
     from vllm.distributed.weight_transfer.base import ParamMeta
     from vllm.distributed.weight_transfer.base import WeightSource as VllmWeightSource
 
+    # in vLLM's own order of gather groups, and the same on every rank, as `sharded_rdt` wants it
     full = FullTensors(source, group, device=device)
+    declared = [ParamMeta(meta.name, getattr(torch, meta.dtype), tuple(meta.shape)) for meta in full.metadata()]
 
     class RdtSource(VllmWeightSource):
-        """Full tensors under checkpoint names, in the wire dtype."""
+        """Full tensors under checkpoint names, in the wire dtype; every rank holds all of them."""
 
         def metadata(self) -> list[Any]:
-            return [ParamMeta(meta.name, getattr(torch, meta.dtype), tuple(meta.shape)) for meta in full.metadata()]
+            return list(declared)
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             return iter(full)

@@ -1,13 +1,15 @@
 """`FullTensors`: the full checkpoint tensors of a sharded source, gathered one after the other.
 
 For whoever takes nothing but full tensors: vLLM's own weight transfer backends, a checkpoint writer, a comparison by hand. Every
-byte crosses to every rank of the process group, which is what a sync does without; and only one tensor is whole at a time. It
-refuses tensors that the ranks of the group do not hold as a whole, and a pass that one rank cannot make, on all ranks at once.
+byte crosses to every rank of the process group, which is what a sync does without; and only one tensor is whole at a time. All
+come in the order of the model's layers (`layout.groups`), whatever the source's own. It refuses tensors that the ranks of the
+group do not hold as a whole, and a pass that one rank cannot make, on all ranks at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from ..declared import Declared
 from ..errors import CoverageError, SourceError
 from ..geometry import Box, subtract
+from ..layout import groups
 from ..wire import TensorMeta
 from .base import IterableWeightSource, Shard, WeightSource
 
@@ -28,7 +31,8 @@ class FullTensors:
     Args:
         source: of this rank.
         group: the `torch.distributed` process group of the source's ranks; None: this rank holds everything.
-        device: where tensors are put together; default: where this rank's shards lie. It must suit the group's backend.
+        device: where tensors are put together and given; default: where this rank's shards lie (the CPU if it holds none), or
+            where an iterated source's tensors do. It must suit the group's backend.
 
     Raises:
         CoverageError: names a tensor that the ranks do not hold as a whole, or that they declare otherwise.
@@ -45,7 +49,8 @@ class FullTensors:
         self._group = group
         held = source.shards() if isinstance(source, WeightSource) else ()
         found = next((shard.tensor.device for shard in held), torch.device("cpu"))
-        self._device = torch.device(device) if device is not None else found
+        self._asked = None if device is None else torch.device(device)
+        self._device = self._asked or found
         mine = (
             tuple(source.metadata()),
             [(shard.name, tuple(shard.offset), tuple(shard.tensor.shape)) for shard in held],
@@ -61,7 +66,8 @@ class FullTensors:
         declared = Declared()
         for rank, (tensors, _, _) in enumerate(ranks):
             declared.add(rank, tensors)
-        self._metadata = declared.ordered()
+        known = declared.tensors
+        self._metadata = tuple(known[name] for name in chain.from_iterable(groups(tuple(known))))
         self._ignored = tuple(dict.fromkeys(name for _, _, names in ranks for name in names))
         self._is_whole = not isinstance(source, WeightSource)
         self._pieces = {} if self._is_whole else self._choose([boxes for _, boxes, _ in ranks])
@@ -91,7 +97,7 @@ class FullTensors:
         return pieces
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """See `IterableWeightSource.metadata`: the whole model, the same on every rank."""
+        """See `IterableWeightSource.metadata`: the whole model, layer after layer, the same on every rank."""
         return self._metadata
 
     def ignored(self) -> Sequence[str]:
@@ -101,19 +107,25 @@ class FullTensors:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, full tensor in the wire dtype), in the order of `metadata`, to every rank; a collective at each step.
 
-        What one rank holds alone, as a whole and in that dtype, is the parameter itself and no copy.
+        What one rank holds alone, as a whole, in that dtype and on that device, is the parameter itself and no copy. Everything
+        else is the caller's to keep. What a source that can only be iterated yields before its layer's turn is kept until then,
+        so its order had better be that of the layers.
 
         Raises:
             SourceError: shards are other boxes than when this was made, on this rank or on another; all ranks raise, before any
-                tensor.
+                tensor. Or a source that can only be iterated strays from what it declared.
         """
         if self._is_whole:
-            yield from self._source  # type: ignore[misc]
+            yield from self._sorted()
             return
         mine = self._look()
         for meta in self._metadata:
             alone = mine.get((meta.name, Box.full(meta.shape))) if self._group is None else None
-            if alone is not None and alone.tensor.dtype == getattr(torch, meta.dtype):
+            if (
+                alone is not None
+                and alone.tensor.dtype == getattr(torch, meta.dtype)
+                and self._suits(alone.tensor.device)
+            ):
                 yield meta.name, alone.tensor.detach()
                 continue
             whole = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=self._device)
@@ -124,6 +136,35 @@ class FullTensors:
                 if self._group is not None:
                     self._share(place, owner)
             yield meta.name, whole
+
+    def _suits(self, device: torch.device) -> bool:
+        return device == self._device or (device.type == self._device.type and self._device.index is None)
+
+    def _sorted(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A pass of a source that can only be iterated, in the order of `metadata`, in the declared dtypes."""
+        assert not isinstance(self._source, WeightSource)
+        left = {meta.name: meta for meta in self._metadata}
+        turn = iter(self._metadata)
+        awaited = next(turn, None)
+        early: dict[str, torch.Tensor] = {}
+        for name, tensor in self._source:
+            meta = left.pop(name, None)
+            shape = tuple(tensor.shape)
+            if meta is None or shape != tuple(meta.shape):
+                wrong = "it is not declared, or came before" if meta is None else f"{tuple(meta.shape)} is declared"
+                raise SourceError(
+                    f"the pass yields {name!r} of shape {shape}: {wrong}; declare in `metadata` exactly what a pass yields, each "
+                    f"tensor once"
+                )
+            # a copy always: the source may write its next tensor where this one lies
+            early[name] = tensor.detach().to(
+                device=self._asked or tensor.device, dtype=getattr(torch, meta.dtype), copy=True
+            )
+            while awaited is not None and awaited.name in early:
+                yield awaited.name, early.pop(awaited.name)
+                awaited = next(turn, None)
+        if left:
+            raise SourceError(f"the pass ends before {next(iter(left))!r}, which is declared")
 
     def _look(self) -> dict[tuple[str, Box], Shard]:
         """This rank's shards by box, once all ranks have theirs: nobody waits in a collective for one that has not."""
