@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from rdt_core.cli import app
 from rdt_core.demo.options import OptionError
 from rdt_core.doctor.checks import compare, examine
-from rdt_core.doctor.devicechecks import excludes
 from rdt_core.doctor.facts import (
     DoctorReport,
     Facts,
@@ -32,6 +31,7 @@ from rdt_core.doctor.lanes import lanes
 from rdt_core.doctor.measure import cross_rounds, environment, node_steps
 from rdt_core.doctor.options import Sizes, read_options, read_size
 from rdt_core.doctor.show import exports, print_report, summary
+from rdt_core.doctor.ucxnames import excludes
 from rdt_core.wire import to_json
 
 pytestmark = pytest.mark.unit

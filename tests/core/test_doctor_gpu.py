@@ -60,7 +60,10 @@ def test_direct_reads_are_well() -> None:
     for kind in ("mapped", "prepared", "ray"):
         one = measured(text, kind)
         assert one["memory"] == "parameters"
-        assert one["nbytes"] / one["seconds"] > 100e9
+        assert one["gbps"] > 100
+        assert one["verdict"] == "ok"
+        if one["backend"]:
+            assert "cuda_ipc" in one["lane"] or one["lane_unknown"]
 
 
 def test_expandable_segments_are_found_and_arenas_are_measured_instead() -> None:

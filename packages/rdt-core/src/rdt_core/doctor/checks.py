@@ -13,6 +13,7 @@ from ..distributions import VENDORED, rdt_version
 from ..errors import some
 from .devicechecks import check_allocator, check_gpus, check_mask, check_pairs, check_ucx
 from .facts import UNLIMITED, Facts, Finding, Severity, finding, on_node
+from .ucxnames import PLUGIN_DIR
 
 #: bytes of an 8 billion parameter model in bfloat16
 DEFAULT_MODEL_BYTES = 16_400_000_000
@@ -22,6 +23,9 @@ _SHM_LEAST = 1 * _GIB
 #: open files below which large groups run out, large models on a CPU, and Ray itself
 _FILES_LEAST, _FILES_LEAST_CPU, _FILES_RAY = 4096, 65536, 1024
 
+_NO_AGENT = "links of the kinds prepared and ray do not work"
+#: values of RAY_AUTH_MODE that Ray 2.60 has (upper case, too); it takes all others for the second
+_AUTH_MODES = ("token", "disabled")
 _REINSTALL = f"pip install --force-reinstall 'nixl{versions.SUPPORTED['nixl']}'"
 
 Check = Callable[[Facts], Iterator[Finding]]
@@ -129,12 +133,22 @@ def check_nixl(facts: Facts) -> Iterator[Finding]:
         absent = facts.torch_cuda and facts.distributions.get("nixl") and wheel not in facts.distributions
         yield finding(
             Severity.BROKEN, "nixl", f"`import nixl` fails: {facts.nixl_error}",
-            "links of the kinds prepared and ray do not work; only processes of one node could sync, by mapped links",
+            f"{_NO_AGENT}; only processes of one node could sync, by mapped links",
             f"pip install '{wheel}=={facts.distributions['nixl']}'" if absent else _REINSTALL,
         )  # fmt: skip
         return
     why = "an EFA device is there" if facts.backend == "LIBFABRIC" else "no EFA device is there"
     yield finding(Severity.OK, "nixl", f"Ray uses {facts.nixl_module} with the backend {facts.backend} ({why})")
+    named = facts.environment.get(PLUGIN_DIR)
+    if named is not None and facts.backend not in (facts.named_plugins or ()):
+        what = "names no folder" if facts.named_plugins is None else f"holds no plug-in {facts.backend}"
+        there = f", only {', '.join(facts.named_plugins)}" if facts.named_plugins else ""
+        yield finding(
+            Severity.BROKEN, "nixl-plugins", f"{PLUGIN_DIR}={named} {what}{there}",
+            f"NIXL looks there and nowhere else, and its agent does not start: {_NO_AGENT}",
+            f"unset {PLUGIN_DIR}" + (f", or export {PLUGIN_DIR}={facts.nixl_folder}" if facts.nixl_folder else ""),
+            {PLUGIN_DIR: facts.nixl_folder} if facts.nixl_folder else None,
+        )  # fmt: skip
     if facts.nixl_plugins and facts.backend not in facts.nixl_plugins:
         yield finding(
             Severity.BROKEN, "nixl", f"{facts.nixl_module} comes without its plugin {facts.backend}",
@@ -180,7 +194,7 @@ def check_verbs(facts: Facts) -> Iterator[Finding]:
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
     """Locked memory, open files, and cores against NIXL's threads."""
-    locked = "unlimited" if facts.memlock == UNLIMITED else f"{facts.memlock / (1 << 20):.0f} MiB"
+    locked = "unlimited" if facts.memlock == UNLIMITED else _size(facts.memlock)
     free = facts.memlock == UNLIMITED or facts.can_lock
     if free or not facts.verbs:
         how = " (CAP_IPC_LOCK: not held to it)" if facts.can_lock and facts.memlock != UNLIMITED else ""
@@ -217,7 +231,14 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
 def check_ray_token(facts: Facts) -> Iterator[Finding]:
     """Whether a Ray cluster that starts here would ask for a token that a process which connects does not send."""
     mode = facts.environment.get(rayauth.MODE, "")
-    if mode.lower() == "token" and not facts.has_ray_token:
+    if mode and mode.lower() not in _AUTH_MODES:
+        yield finding(
+            Severity.NOTE, "ray-token", f"{rayauth.MODE}={mode}: Ray knows {' and '.join(_AUTH_MODES)} alone",
+            "Ray takes it for disabled without a word: processes with it send no token, and a cluster that asks for one refuses "
+            "them, after half a minute" + ("; there is a token on this node" if facts.has_ray_token else ""),
+            f"export {rayauth.MODE}=token, or =disabled, for the cluster, trainers and engines alike, before they start",
+        )  # fmt: skip
+    elif mode.lower() == "token" and not facts.has_ray_token:
         yield finding(
             Severity.NOTE, "ray-token", f"{rayauth.MODE}=token, and there is no token on this node",
             "Ray makes one on the node where a cluster starts, and refuses every other process that has none",
@@ -248,7 +269,7 @@ def check_shared_memory(facts: Facts, model_bytes: int) -> Iterator[Finding]:
     mend = "docker: --shm-size=16g, or --ipc=host; Kubernetes: an emptyDir with medium Memory on /dev/shm"
     if facts.shm_bytes < _SHM_LEAST:
         yield finding(
-            Severity.BROKEN, "shared-memory", f"/dev/shm has {facts.shm_bytes / (1 << 20):.0f} MiB",
+            Severity.BROKEN, "shared-memory", f"/dev/shm has {_size(facts.shm_bytes)}",
             "engines and NCCL fail in it, Ray's object store goes to disk, CPU weights cannot be shared (docker gives 64 MiB)",
             mend,
         )  # fmt: skip
@@ -277,6 +298,10 @@ CHECKS: tuple[Check, ...] = (
     check_limits,
     check_ray_token,
 )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.0f} MiB" if nbytes >= 1 << 20 else f"{nbytes / (1 << 10):,.0f} KiB"
 
 
 def _devices(facts: Facts) -> str:

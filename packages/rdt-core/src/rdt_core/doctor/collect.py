@@ -15,7 +15,7 @@ import platform
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..distributions import SIBLINGS, installed
 from ..errors import PlacementError, VersionError
 from ..versions import NIXL_BACKENDS
 from .facts import UNLIMITED, Facts, GpuFacts, PairFacts, Verbs
+from .ucxnames import PLUGIN_DIR, TLS, transports
 
 #: prefixes of the environment variables that matter
 VARIABLES = ("UCX_", "NIXL_", "CUDA_VISIBLE", "CUDA_DEVICE_ORDER", "PYTORCH_", "RAY_EXPERIMENTAL_NOSET", "FI_")
@@ -67,8 +68,11 @@ def collect() -> Facts:
         driver_cuda=driver_cuda,
         nixl_module=module,
         nixl_error=error,
-        nixl_plugins=_plugins(folder),
+        nixl_plugins=_plugins(folder / "nixl") if folder else (),
+        nixl_folder=str(folder / "nixl") if folder else "",
+        named_plugins=_named_plugins(),
         ucx=_ucx(folder),
+        ucx_knows=_ucx_knows(folder, transports(os.environ.get(TLS, ""))),
         efa_netdevs=tuple(name for name in _names(_SYS / "net") if name.startswith("efa")),
         verbs=tuple(_verbs(_SYS / "infiniband")),
         uverbs=any(name.startswith("uverbs") for name in _names(Path("/dev/infiniband"))),
@@ -135,11 +139,14 @@ def _libraries(module: str) -> Path | None:
     return None
 
 
-def _plugins(folder: Path | None) -> tuple[str, ...]:
-    if folder is None:
-        return ()
-    plugins = (path.name for path in (folder / "nixl").glob("libplugin_*.so"))
+def _plugins(folder: Path) -> tuple[str, ...]:
+    plugins = (path.name for path in folder.glob("libplugin_*.so"))
     return tuple(sorted(name.removeprefix("libplugin_").removesuffix(".so") for name in plugins))
+
+
+def _named_plugins() -> tuple[str, ...] | None:
+    named = os.environ.get(PLUGIN_DIR)
+    return _plugins(Path(named)) if named and Path(named).is_dir() else None
 
 
 def _ucx(folder: Path | None) -> str:
@@ -149,6 +156,18 @@ def _ucx(folder: Path | None) -> str:
             version.restype = ctypes.c_char_p
             return str(version().decode())
     return ""
+
+
+def _ucx_knows(folder: Path | None, names: Sequence[str]) -> tuple[str, ...]:
+    """Those names for which a library of UCX has a transport: each has a prefix of settings, "CUDA_IPC_" for cuda_ipc."""
+    if folder is None or not names:
+        return ()
+    known = set()
+    for path in (*folder.glob("libuct-*.so*"), *(folder / "ucx").glob("libuct_*.so*")):
+        with contextlib.suppress(OSError):
+            text = path.read_bytes()
+            known |= {name for name in names if b"\0%s_\0" % name.upper().encode() in text}
+    return tuple(sorted(known))
 
 
 def _verbs(folder: Path) -> Iterator[Verbs]:

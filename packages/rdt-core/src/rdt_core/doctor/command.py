@@ -45,6 +45,7 @@ def doctor(
     changed. Exit status 1 says that something is slow or broken.
     """
     from .options import read_options
+    from .results import only_results
 
     with command("doctor") as target:
         if json and fix_env:
@@ -52,6 +53,7 @@ def doctor(
         options = read_options(
             cluster=cluster, address=address, measure=measure, size=size, model_size=model_size, timeout_s=timeout_s
         )
-        from .show import doctor_command  # brings torch along
+        with only_results(target) as out:
+            from .show import doctor_command  # brings torch along
 
-        raise typer.Exit(doctor_command(target, options, json=json, fix_env=fix_env))
+            raise typer.Exit(doctor_command(out, options, json=json, fix_env=fix_env))

@@ -12,16 +12,9 @@ from .. import settings
 from ..errors import PlacementError
 from ..gpus import MASK, ORDER, PCI_ORDER, Gpu, visible
 from .facts import Facts, Finding, Severity, finding
+from .ucxnames import TLS, excludes, listed, transports, unknown
 
-_TLS = "UCX_TLS"
 _DEVICES = "UCX_NET_DEVICES"
-#: names in UCX_TLS that bring a transport along: UCX's own groups of them
-_BRINGS = {
-    "cma": ("all", "sm", "shm", "cma"),
-    "cuda_ipc": ("all", "cuda", "cuda_ipc"),
-    "cuda_copy": ("all", "cuda", "cuda_copy"),
-    "rc": ("all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "dc_mlx5", "ud", "ud_v", "ud_x", "srd"),
-}  # fmt: skip
 _LOST = {
     "cma": "reads of another process's CPU memory are emulated, some 10 times slower",
     "cuda_ipc": "reads of another process's GPU memory go through the host, a hundred times slower and more",
@@ -112,7 +105,7 @@ def check_ucx(facts: Facts) -> Iterator[Finding]:
 
 def _exclusions(facts: Facts) -> Iterator[Finding]:
     value = facts.environment.get(_DEVICES)
-    if value and not set(_listed(value)) & {"all", *_device_names(facts)}:
+    if value and not set(listed(value)) & {"all", *_device_names(facts)}:
         yield finding(
             Severity.BROKEN, "ucx-devices", f"{_DEVICES}={value} names no device of this node",
             f"UCX finds no way to another node; here are {', '.join(_device_names(facts)) or 'none'}", env={_DEVICES: "all"},
@@ -147,9 +140,12 @@ def _zero_copy(facts: Facts) -> Finding:
 
 
 def _transports(facts: Facts) -> Iterator[Finding]:
-    value = facts.environment.get(_TLS)
+    value = facts.environment.get(TLS)
     if not value:
         return
+    strange = unknown(value, facts.ucx_knows)
+    if strange:
+        yield _strange(facts, value, strange)
     needed = ["cma"]
     needed += ["cuda_copy", "cuda_ipc"] if facts.gpus else []
     needed += ["rc"] if any(one.state == "ACTIVE" for one in facts.verbs) else []
@@ -157,27 +153,26 @@ def _transports(facts: Facts) -> Iterator[Finding]:
     for name in missing:
         severity = Severity.BROKEN if name == "cuda_copy" else Severity.SLOW
         yield finding(
-            severity, "ucx-transports", f"{_TLS}={value} leaves out {name}", _LOST[name],
-            f"unset {_TLS}, or export {_TLS}=all", {_TLS: "all"},
+            severity, "ucx-transports", f"{TLS}={value} leaves out {name}", _LOST[name],
+            f"unset {TLS}, or export {TLS}=all", {TLS: "all"},
         )  # fmt: skip
-    if not missing:
-        yield finding(Severity.OK, "ucx-transports", f"{_TLS}={value} has what is needed here")
+    if not missing and not strange:
+        yield finding(Severity.OK, "ucx-transports", f"{TLS}={value} has what is needed here")
 
 
-def excludes(value: str, transport: str) -> bool:
-    """Whether a value of UCX_TLS leaves out a transport.
-
-    Args:
-        value: a list of transports and groups; with "^" before it, of those that are left out.
-        transport: a key of the known ones: "cma", "cuda_ipc", "cuda_copy" or "rc" (any RDMA).
-    """
-    names = set(_listed(value.removeprefix("^")))
-    names |= {name.removeprefix("\\") for name in names}
-    if not value.startswith("^"):
-        return not names & set(_BRINGS[transport])
-    if transport == "rc":
-        return "ib" in names
-    return bool(names & set(_BRINGS[transport]))
+def _strange(facts: Facts, value: str, strange: dict[str, str]) -> Finding:
+    """Names that UCX does not have: a slip of the pen, mostly."""
+    names = " or ".join(f"{name!r}" + (f" (like {near!r})" if near else "") for name, near in strange.items())
+    what = f"{TLS}={value}: UCX{f' {facts.ucx}' if facts.ucx else ''} has no transport or group {names}"
+    mend = f"correct the name, unset {TLS}, or export {TLS}=all"
+    if value.startswith("^"):
+        why = "UCX leaves out nothing for such a name, and does not say so"
+    elif len(strange) < len(set(transports(value))):
+        why = "UCX goes on with the other names alone, after a warning"
+    else:
+        why = "UCX finds no transport that it may use, and NIXL's agent does not start"
+        return finding(Severity.BROKEN, "ucx-transports", what, why, mend, {TLS: "all"})
+    return finding(Severity.NOTE, "ucx-transports", what, why, mend)
 
 
 def check_allocator(facts: Facts) -> Iterator[Finding]:
@@ -195,10 +190,6 @@ def check_allocator(facts: Facts) -> Iterator[Finding]:
         "of the weights in memory and time. Only the trainer's processes need the mend",
         env=mended,
     )  # fmt: skip
-
-
-def _listed(value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def _device_names(facts: Facts) -> list[str]:

@@ -128,7 +128,10 @@ class Facts(Struct, frozen=True):
         nixl_module: that `import nixl` picks, "nixl_cu13"; empty where it does not import.
         nixl_error: why not.
         nixl_plugins: backends that the module brings.
+        nixl_folder: where those lie; empty where unknown.
+        named_plugins: backends in the folder that NIXL_PLUGIN_DIR names; None where it is not set, or names no folder.
         ucx: version of the library that NIXL brings; empty where unknown.
+        ucx_knows: names in UCX_TLS that this library has a transport for, as far as its text tells.
         efa_netdevs: network devices named efa*.
         verbs: verbs devices.
         uverbs: whether /dev/infiniband has devices that a process could open.
@@ -163,7 +166,10 @@ class Facts(Struct, frozen=True):
     nixl_module: str = ""
     nixl_error: str = ""
     nixl_plugins: tuple[str, ...] = ()
+    nixl_folder: str = ""
+    named_plugins: tuple[str, ...] | None = None
     ucx: str = ""
+    ucx_knows: tuple[str, ...] = ()
     efa_netdevs: tuple[str, ...] = ()
     verbs: tuple[Verbs, ...] = ()
     uverbs: bool = False
@@ -213,6 +219,7 @@ class Measured(Struct, frozen=True):
         copy_seconds: of one copy of the same bytes inside the reader's device.
         backend: of NIXL; empty for links without.
         lane: how UCX moves the bytes, "zero-copy cma/memory"; empty where it was not obtainable.
+        lane_unknown: why not; empty where the lane is known, or the link has none.
         expandable: whether torch's allocator handed out memory that cannot be exported in the source process.
         correct: whether every byte was right.
         error: why there is no measurement.
@@ -230,6 +237,7 @@ class Measured(Struct, frozen=True):
     copy_seconds: float = 0.0
     backend: str = ""
     lane: str = ""
+    lane_unknown: str = ""
     expandable: bool = False
     correct: bool = True
     error: str = ""
@@ -249,6 +257,22 @@ class Measured(Struct, frozen=True):
     def ratio(self) -> float:
         """How many times longer than one copy of the same bytes; 0 where nothing was measured."""
         return self.seconds / self.copy_seconds if self.seconds and self.copy_seconds else 0.0
+
+
+class Rated(Struct, frozen=True):
+    """What a measured transfer is judged by, as it stands in its row of the JSON report.
+
+    Attributes:
+        gbps: GB/s of the move; 0 where nothing was measured.
+        copy_gbps: GB/s of one copy of the same bytes; likewise.
+        limit_gbps: GB/s below which the transfer is called slow; 0 where it is held to none.
+        verdict: "ok", "note" (not measured for want of memory, or slow on a busy CPU), "slow" or "broken".
+    """
+
+    gbps: float
+    copy_gbps: float
+    limit_gbps: float
+    verdict: str
 
 
 class DoctorReport(Struct, frozen=True):

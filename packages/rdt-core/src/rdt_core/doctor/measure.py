@@ -17,6 +17,7 @@ from .. import wire
 from ..errors import DeadlineError, RdtError
 from ..gpus import MASK
 from .facts import Facts, Measured
+from .lanes import log_variables
 from .options import Sizes
 from .probe import Lent, Probe, Taken
 
@@ -25,6 +26,8 @@ START_S = 120.0
 _ALL_PAIRS = 4  # GPUs up to which each is measured with each other one; beyond, with its neighbour
 _ALL_NODES = 8
 _END_S = 5.0
+#: not this process's folder for such files, which another node may not have
+_LOG = "/tmp/rdt-doctor-%p.log"
 _NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 Observe = Callable[[str], None]
@@ -127,7 +130,7 @@ class Bench:
         return Measured(
             **common, memory=given.memory, nbytes=given.manifest.regions[0].nbytes, seconds=taken.seconds,
             first_seconds=taken.first_seconds, copy_seconds=taken.copy_seconds, backend=taken.backend, lane=taken.lane,
-            expandable=given.expandable, correct=taken.correct,
+            lane_unknown=taken.lane_unknown, expandable=given.expandable, correct=taken.correct,
         )  # fmt: skip
 
     def run(self, steps: Sequence[Step], observe: Observe, stop: Event | None = None) -> list[Measured]:
@@ -208,17 +211,20 @@ class Bench:
 def environment(device: str, facts: Facts) -> dict[str, str]:
     """Environment of a process for a device: its GPU first, all others behind it, so that it can map what lies there.
 
+    UCX's log is set here and not in the process: UCX reads where it logs when it is loaded, by whoever does that first.
+
     Args:
         device: "cpu", or "cuda:3" as processes of the node count without this.
         facts: of the node.
     """
+    common = {_NOSET: "1", **log_variables(_LOG)}
     if device == "cpu":
-        return {_NOSET: "1"}
+        return common
     mask = [part.strip() for part in facts.environment.get(MASK, "").split(",") if part.strip()]
     seen = (mask or [str(index) for index in range(facts.device_count)])[: facts.device_count]
     own = int(device.partition(":")[2])
     others = [one for index, one in enumerate(seen) if index != own]
-    return {_NOSET: "1", MASK: ",".join([seen[own], *others])}
+    return {**common, MASK: ",".join([seen[own], *others])}
 
 
 def _ends(step: Step) -> tuple[End, End]:

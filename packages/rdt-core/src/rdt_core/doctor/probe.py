@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from ..transport.tables import read_columns
 from ..versions import current
 from .collect import collect
 from .facts import Facts
-from .lanes import LOG_VARIABLES, lanes
+from .lanes import lane_of
 
 #: moves after the first one, and seconds after which no further one is begun
 _MOST, _BUDGET_S = 5, 2.0
@@ -58,6 +57,7 @@ class Taken(wire.Struct, frozen=True):
     copy_seconds: float
     backend: str
     lane: str
+    lane_unknown: str
     correct: bool
 
 
@@ -70,9 +70,8 @@ class Probe:
     """
 
     def __init__(self, device: str, nbytes: int) -> None:
-        self._log = Path(tempfile.gettempdir()) / f"rdt-doctor-{os.getpid()}.log"
-        # read when UCX is loaded, which NIXL's agent does
-        os.environ.update(LOG_VARIABLES, UCX_LOG_FILE=str(self._log))
+        # where `measure.environment` had UCX log from the start of this process: whoever loads it, it writes there
+        self._log = Path(os.environ["UCX_LOG_FILE"].replace("%p", str(os.getpid())))
         self._device = torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -149,10 +148,11 @@ class Probe:
             correct = _holds(target, seed)
         finally:
             endpoint.close()
-        agent = kind in ("prepared", "ray")
+        backend = _backend() if kind in ("prepared", "ray") else ""
+        lane, unknown = self._lane(backend) if backend else ("", "")
         taken = Taken(
             seconds=statistics.median(seconds[1:] or seconds), first_seconds=seconds[0], copy_seconds=self._copy(),
-            backend=_backend() if agent else "", lane=self._lane() if agent else "", correct=correct,
+            backend=backend, lane=lane, lane_unknown=unknown, correct=correct,
         )  # fmt: skip
         return wire.encode(taken)
 
@@ -203,13 +203,15 @@ class Probe:
             seconds.append(time.perf_counter() - started)
         return seconds
 
-    def _lane(self) -> str:
+    def _lane(self, backend: str) -> tuple[str, str]:
+        """The lane, and why it is unknown."""
+        if backend != "UCX":
+            return "", f"{backend} does not say"
         ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library
         try:
-            found = lanes(self._log.read_text(errors="replace"))
+            return lane_of(self._log.read_text(errors="replace"))
         except OSError:
-            return ""
-        return found[-1] if found else ""
+            return lane_of(None)
 
 
 class Collector:

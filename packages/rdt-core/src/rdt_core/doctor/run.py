@@ -22,7 +22,7 @@ from ..demo.options import OptionError
 from ..distributions import rdt_version
 from ..errors import RdtError
 from ..localcluster import cluster as local_cluster
-from ..rayauth import way_out
+from ..rayauth import MODE, way_out
 from ..rendezvous import probe
 from .checks import compare, examine
 from .collect import collect
@@ -33,6 +33,7 @@ from .options import DoctorOptions
 from .probe import Collector
 
 _AT_ONCE = 16
+_ASK_S = 5.0
 
 
 class Watch(Protocol):
@@ -126,19 +127,59 @@ def _connected(options: DoctorOptions, watch: Watch) -> Iterator[None]:
         return
     watch.now("connecting to the Ray cluster")
     address = options.address or os.environ.get("RAY_ADDRESS") or "auto"
+    where = "on this machine" if address == "auto" else f"at {address!r}"
     try:
         probe(address)
+        if _asks_for_token(address):
+            raise OptionError(f"the Ray cluster {where} {_token_way_out()}")
         ray.init(address=address, namespace="rdt-doctor", log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        where = "this machine" if address == "auto" else repr(address)
+        if way_out(error):
+            raise OptionError(f"the Ray cluster {where} {_token_way_out()}") from error
         raise OptionError(
-            f"no Ray cluster answers at {where}: {error}; start one (ray start --head), or "
-            f"leave out --cluster to examine this node{way_out(error)}"
+            f"no Ray cluster answers {where}: {error}; start one (ray start --head), or "
+            "leave out --cluster to examine this node"
         ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _asks_for_token(address: str) -> bool:
+    """Whether the cluster refuses this process for its token. Ray says so at once here; `ray.init` tries for 20 s first."""
+    import ray
+
+    try:
+        from ray._private.services import canonicalize_bootstrap_address
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+        refused: type[Exception] = ray.exceptions.AuthenticationError
+        found = canonicalize_bootstrap_address(address)
+    except Exception:  # nothing of this is public: `ray.init` decides then
+        return False
+    if not found:
+        return False
+    try:
+        GcsClient(address=found).internal_kv_get(b"rdt-doctor", None, timeout=_ASK_S)
+    except refused:
+        return True
+    except Exception:  # nor is what it raises where something else is wrong, or listens there
+        return False
+    return False
+
+
+def _token_way_out() -> str:
+    """What a cluster that asks for a token refuses, and the way out."""
+    sent = os.environ.get(MODE, "").lower() == "token"
+    token = "the token of the cluster's head (`ray get-auth-token` there) in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+    if sent:
+        return f"does not take this process's token: put {token}"
+    found = os.environ.get(MODE)
+    return (
+        f"asks for a token, and this process sends none ({MODE} is {repr(found) if found else 'not set'}): run it again with "
+        f"{MODE}=token, and {token}"
+    )
 
 
 def _nodes(timeout_s: float) -> tuple[list[Facts], list[Finding]]:

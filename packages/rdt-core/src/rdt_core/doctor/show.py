@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from ..wire import to_json
 from .facts import DoctorReport, Finding, Measured, Severity, number
+from .judge import rated
 from .options import DoctorOptions
 from .run import run
 
@@ -55,13 +57,22 @@ def doctor_command(target: Any, options: DoctorOptions, *, json: bool, fix_env: 
     with _progress(json) as show:
         report = run(options, show)
     if json:
-        target.write(to_json(report) + "\n")
+        target.write(as_json(report) + "\n")
     elif fix_env:
         target.write(exports(report))
     else:
         print_report(target, report)
     target.flush()
     return 1 if report.worst >= Severity.SLOW else 0
+
+
+def as_json(report: DoctorReport) -> str:
+    """Returns a report as JSON, with what each measured transfer is judged by in its row (`Rated`)."""
+    nodes = {facts.hostname: facts for facts in report.nodes}
+    rows = [
+        {**msgspec.to_builtins(one), **msgspec.to_builtins(rated(one, nodes))} for one in report.measured
+    ]  # fmt: skip
+    return to_json({**msgspec.to_builtins(report), "measured": rows})
 
 
 def print_report(target: Any, report: DoctorReport) -> None:
@@ -155,7 +166,8 @@ def rates_table(measured: tuple[Measured, ...]) -> Table:
 def _lane(one: Measured) -> str:
     if not one.backend:
         return f"mapped memory ({one.memory})"
-    return f"{one.backend}: {one.lane or 'lane unknown'} ({one.memory})"
+    lane = one.lane or f"lane unknown, {one.lane_unknown}"
+    return f"{one.backend}: {lane} ({one.memory})"
 
 
 def summary(report: DoctorReport) -> Text:
