@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rdt_core.bench import BenchOptions, fleet, run
+from rdt_core.bench import BenchOptions, fleet, run, show
 from rdt_core.bench.laidout import LaidOutRank
 from rdt_core.bench.layouts import EngineModule
 from rdt_core.bench.placement import environment
@@ -37,13 +37,15 @@ def one_bit(module: EngineModule) -> None:
 
 def test_modes_kinds_and_peers_are_exact_with_several_ranks_on_both_sides(ray_cluster) -> None:
     seen: list[tuple[int, str]] = []
-    report = run(
-        BenchOptions(
-            model="tiny-moe", ranks=2, tp=2, ep=2, kinds=("mapped", "prepared"), modes=("live", "snapshot", "bucket"),
-            peers=ALL_PEERS, rounds=2, peer_rounds=1, bucket_bytes=64 << 10,
-        ),
-        observe=lambda report, doing: seen.append((len(report.rows), doing)),
+    synced: list[int] = []
+    options = BenchOptions(
+        model="tiny-moe", ranks=2, tp=2, ep=2, kinds=("mapped", "prepared"), modes=("live", "snapshot", "bucket"),
+        peers=ALL_PEERS, rounds=2, peer_rounds=1, bucket_bytes=64 << 10,
     )  # fmt: skip
+    report = run(options, observe=lambda report, doing: seen.append((len(report.rows), doing)), synced=synced.append)
+    # one by one, and after each piece again
+    assert list(dict.fromkeys(synced)) == list(range(1, 6 * 3 + len(ALL_PEERS) * 2 + 1))
+    assert synced[-1] == show.syncs_of(options)
     assert [row.error for row in report.rows] == [""] * 10
     assert all(row.exact for row in report.rows)
     assert not report.failed
@@ -59,7 +61,8 @@ def test_modes_kinds_and_peers_are_exact_with_several_ranks_on_both_sides(ray_cl
         assert cell.phases_p95.keys() == cell.phases.keys()
         assert all(cell.phases_p95[name] >= cell.phases[name] for name in cell.phases)
         assert cell.slowest in (0, 1)
-        assert {"begin", "pull"} <= cell.phases.keys()
+        assert {"begin", "pull", "call", "commit", "stamp", "rest"} <= cell.phases.keys()
+        assert cell.phases["rest"] > 0
         assert "transfer" in cell.reader_phases
     assert [row.name for row in report.peers] == list(ALL_PEERS)
     assert all(row.bytes == report.bytes and len(row.seconds) == 1 for row in report.peers)

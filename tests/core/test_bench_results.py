@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rdt_core.bench import BenchReport, Cell, Floors, PeerRow, p50, p95, plot, ratio, show, tensorfile, to_dict
+from rdt_core.bench.measure import label
 from rdt_core.bench.options import BenchOptions
 from rdt_core.bench.peers import bucket_size, buckets
 from rdt_core.bench.tables import tables, verdict
@@ -100,6 +101,54 @@ def test_tables_show_errors_beside_the_rest() -> None:
     assert all(len(line) <= 80 for line in shown(REPORT, 80).splitlines()[:-3])
 
 
+def test_where_the_time_goes_has_every_phase_and_what_is_in_none() -> None:
+    phases = {"begin": 0.01, "pull": 0.1, "call": 0.002, "commit": 0.003, "stamp": 0.004, "rest": 0.001, "total": 0.2}
+    text = shown(
+        msgspec.structs.replace(REPORT, cells=(msgspec.structs.replace(CELL, phases=phases, phases_p95=phases),))
+    )
+    words = " ".join(text.split())
+    head = next(line for line in text.splitlines() if "commit" in line)
+    for name in ("begin", "pull", "call", "commit", "stamp", "rest"):
+        assert name in head
+    assert "commit: the coordinator's" in words
+    assert "rest: what is in no phase" in words
+
+
+def test_what_ran_in_an_engine_is_held_against_rdt_s_mapped_row_there() -> None:
+    def row(name: str, seconds: float, inside: str = "vLLM 1", exact: bool = True) -> PeerRow:
+        return PeerRow(name=name, inside=inside, bytes=1, first_s=1, seconds=(seconds,), exact=exact)
+
+    rows = (
+        row("sharded_rdt", 0.9),
+        row("rdt, live, mapped", 0.3),
+        row("rdt, live, prepared", 0.45),
+        row("disk", 2.0, ""),
+    )
+    text = shown(msgspec.structs.replace(REPORT, peers=rows))
+    for name, factor in (("sharded_rdt", "3.0 x"), ("rdt, live, prepared", "1.5 x"), ("disk", "10.0 x")):
+        assert factor in next(line for line in text.splitlines() if line.strip().startswith(name))
+    assert "1.0 x" not in text
+    assert "rdt, live, mapped" in " ".join(text.split()).split("times rdt: ")[1]
+    without = shown(msgspec.structs.replace(REPORT, peers=(rows[0], msgspec.structs.replace(rows[1], exact=False))))
+    assert "3.0 x" not in without
+
+
+def test_the_bar_counts_syncs_and_says_only_what_was_asked_for() -> None:
+    options = BenchOptions(
+        model="tiny", modes=("live",), kinds=("mapped", "ray"), rounds=4, peer_rounds=2, peers=("disk",)
+    )
+    assert show.syncs_of(options) == 2 * 5 + 3
+    assert label(Cell(mode="live", kind="mapped")) == "mode live, links mapped"
+    assert (
+        label(Cell(mode="live", kind="ray", pack="direct", verify="full"))
+        == "mode live, links ray, direct, verify full"
+    )
+
+
+def test_one_sync_is_one() -> None:
+    assert "1 sync each after the first" in shown(msgspec.structs.replace(REPORT, rounds=1))
+
+
 def test_a_floor_too_short_to_be_a_yardstick_gives_a_reason_instead_of_a_ratio() -> None:
     short = msgspec.structs.replace(CELL, floors=Floors(copy=2e-6, span=9e-4))
     assert math.isnan(ratio(short))
@@ -171,7 +220,7 @@ def command(monkeypatch: pytest.MonkeyPatch):
     """The command without Ray and without measuring: what it makes of a report, and of an error after it."""
     begun: list[str] = []
 
-    def run(options: object, *, gpus: int, observe: Callable[[BenchReport, str], None]) -> None:
+    def run(options: object, *, gpus: int, observe: Callable[[BenchReport, str], None], **more: object) -> None:
         begun.append("run")
         observe(REPORT, "")
         raise RdtError("the first error")

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from rdt_core import ModuleReplica, ModuleSource, ModuleWorker, WeightSync
 from rdt_core.cli import app
-from rdt_core.errors import MembershipError
+from rdt_core.errors import EngineError, MembershipError
 from rdt_core.metrics import missing
 from rdt_core.statuscommand import connect, look
 
@@ -52,7 +53,9 @@ def has_parts() -> bool:
 
 def test_a_ray_that_exports_no_metrics_costs_one_line_of_the_log(group: WeightSync, caplog) -> None:
     with caplog.at_level(logging.INFO, "rdt_core"):
-        group.publish(1)
+        report = group.publish(1)
+        # its two steps are one call, whose way there and back is in neither
+        assert report.phases["call"] > 0
         group.publish(2)
     lines = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("version") for line in lines) == 2
@@ -63,7 +66,24 @@ def test_a_ray_that_exports_no_metrics_costs_one_line_of_the_log(group: WeightSy
     else:
         (line,) = off
         assert line.startswith("syncs are not recorded as Ray metrics: Ray's agent on node ")
-        assert "pip install 'ray[default]==" in line
+        assert "pip install 'rdt-core[metrics]'" in line
+
+
+def test_a_worker_that_was_killed_is_named_in_a_sentence(ray_cluster) -> None:
+    import ray
+
+    workers = [ray.remote(ModuleWorker).options(num_cpus=0).remote(build, rank, 2) for rank in range(2)]
+    replica = ModuleReplica(workers, name="mortal")
+    replica.health(deadline=time.monotonic() + TIMEOUT_S)
+    ray.kill(workers[1])
+    try:
+        with pytest.raises(EngineError) as raised:
+            replica.health(deadline=time.monotonic() + TIMEOUT_S)
+    finally:
+        ray.kill(workers[0])
+    text = str(raised.value)
+    assert text.startswith("engine rank mortal/1 died (called for version): it was killed by `ray.kill` (pid ")
+    assert "\n" not in text
 
 
 def test_another_process_sees_the_group(ray_cluster, group: WeightSync) -> None:

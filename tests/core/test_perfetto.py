@@ -92,7 +92,8 @@ def test_every_rank_has_a_process_and_every_link_a_track(outcomes: list[SyncOutc
     links = [(reader, f"source {rank} (local)") for reader in readers for rank in (0, 1)]
     driver = "driver of test"
     assert tracks.keys() >= {
-        (driver, "sync"), (driver, "phases"), (driver, "a"), (driver, "b"), (driver, "source"), ("source rank 1", "source"),
+        (driver, "sync"), (driver, "phases"), (driver, "a"), (driver, "b"), ("source rank 0", "source"),
+        ("source rank 1", "source"),
         *((reader, "phases") for reader in readers), *links,
     }  # fmt: skip
     syncs = tracks[driver, "sync"]
@@ -124,6 +125,43 @@ def test_the_time_that_a_trace_shows_is_that_of_the_sync(outcomes: list[SyncOutc
             sync = whole[f"version {event['args']['version']}"]
             assert sync["ts"] - 1e-3 <= event["ts"]
             assert event["ts"] + event["dur"] <= sync["ts"] + sync["dur"] + 1e-3
+
+
+@pytest.mark.parametrize("mode", ["live", "bucket"])
+def test_every_source_rank_shows_how_long_it_holds_still(mode: str) -> None:
+    told: list[SyncOutcome] = []
+    group = Group(3, 1, mode=mode, observers=[told.append])
+    try:
+        group.publish(1)
+        group.publish(2)
+    finally:
+        group.close()
+    # the second time one rank's timeline came too late
+    report = told[1].report
+    told[1] = msgspec.structs.replace(told[1], report=msgspec.structs.replace(report, timelines=report.timelines[:1]))
+    tracks = check(make_trace(told))
+    whole = {one["name"]: one for one in tracks["driver of test", "sync"]}
+    commits = {one["args"]["version"]: one for one in tracks["driver of test", "phases"] if one["name"] == "commit"}
+    for rank in range(3):
+        holds = [one for one in tracks[f"source rank {rank}", "phases"] if one["name"] == "holds still"]
+        assert [one["args"]["version"] for one in holds] == [1, 2]
+        for one in holds:
+            version = one["args"]["version"]
+            sync, commit = whole[f"version {version}"], commits[version]
+            last = sync if rank == 0 else commit
+            assert one["ts"] + one["dur"] == pytest.approx(last["ts"] + last["dur"], abs=1.0)
+            links = [link for link in told[version - 1].report.links if link.source == rank]
+            assert one["args"]["bytes"] == sum(link.bytes for link in links)
+    assert len({who for who, _ in tracks if who.startswith("source rank 2")}) == 1
+
+
+def test_a_source_rank_that_began_before_the_driver_is_drawn_before_it() -> None:
+    one = across(0.0)
+    early = line("source rank 1", "near", -2.0, ("begin", 0.0, 2.05, ""))
+    one = msgspec.structs.replace(one, report=msgspec.structs.replace(one.report, timelines=(early,)))
+    tracks = check(make_trace([one]))
+    assert tracks["source rank 1", "phases"][0]["ts"] == pytest.approx(0.0, abs=1)
+    assert tracks["driver of policy", "sync"][0]["ts"] == pytest.approx(2e6, abs=1)
 
 
 def line(member: str, host: str, began: float, *spans: tuple[str, float, float, str]) -> wire.Timeline:
@@ -183,7 +221,9 @@ def test_the_command(outcomes: list[SyncOutcome], tmp_path: Path) -> None:
         write(outcome)
     done = CliRunner().invoke(app, ["trace", str(reports), str(out), "--last", "2"])
     assert done.exit_code == 0, done.output
-    assert "2 syncs" in done.output
+    assert "2 syncs, " in done.output
+    assert "1 sync, " in CliRunner().invoke(app, ["trace", str(reports), str(out), "--last", "1"]).output
+    CliRunner().invoke(app, ["trace", str(reports), str(out), "--last", "2"])
     tracks = check(json.loads(out.read_text()))
     assert [one["name"] for one in tracks["driver of test", "sync"]] == ["version 3", "version 4"]
     done = CliRunner().invoke(app, ["trace", str(reports), str(out), "--group", "other"])

@@ -176,6 +176,45 @@ def test_the_table_of_one_sync() -> None:
     assert "left out: c: it is on fire" in text
 
 
+def test_what_takes_no_time_has_no_row_and_what_runs_beside_is_called_so() -> None:
+    phases = {
+        "begin": 0.002,
+        "write": 0.0091,
+        "pause": 4e-5,
+        "pull": 0.0104,
+        "commit": 0.0013,
+        "stamp": 0.0005,
+        "rest": 0.0003,
+    }
+    told = msgspec.structs.replace(sync(), seconds=0.0145, phases={**phases, "total": 0.0145})
+    assert ", begin 2.0, pull 10, commit 1.3, stamp 0.5, rest 0.3, beside write 9.1 ms, slowest" in report.log_line(
+        told
+    )
+    out = io.StringIO()
+    Console(file=out, width=200).print(report.sync_table(told))
+    rows = [
+        [cell.strip() for cell in line.split("│")[2:4]] for line in out.getvalue().splitlines() if line.startswith("│")
+    ]
+    assert rows[:7] == [
+        ["", "14.5"], ["begin", "2.0"], ["pull", "10.4"], ["commit", "1.3"], ["stamp", "0.5"], ["rest", "0.3"],
+        ["write, beside", "9.1"],
+    ]  # fmt: skip
+    out = io.StringIO()
+    Console(file=out, width=200).print(report.table([told]))
+    assert "pause" not in out.getvalue()
+
+
+def test_a_title_is_as_wide_as_the_terminal() -> None:
+    told = msgspec.structs.replace(
+        sync(), mode_reason="every parameter holds the wire dtype and is contiguous, which is enough"
+    )
+    out = io.StringIO()
+    Console(file=out, width=140).print(report.sync_table(told))
+    assert out.getvalue().splitlines()[0] == (
+        "version 7 of 'policy', mode live (every parameter holds the wire dtype and is contiguous, which is enough)"
+    )
+
+
 def test_to_dict_is_json() -> None:
     untimed = LinkReport(source=0, reader="a/0", kind="mapped", bytes=5, seconds=0.0)
     for one in (sync(), sync(links=(untimed,)), sync(links=())):

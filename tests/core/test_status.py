@@ -134,7 +134,11 @@ def test_replicas_that_were_left_out() -> None:
     assert shown(partial).count("replica b") == 1
     row = next(line for line in shown(gone).splitlines() if "replica b" in line)
     assert "absent" in row
-    assert "it is on fire" in row
+    for one in (partial, gone):
+        assert (
+            "replica 'b' was left out of the last sync: version 1: replica 'b' failed in drive: it is on fire"
+            in " ".join(shown(one).split())
+        )
 
 
 def test_an_engine_rank_that_is_missing() -> None:
@@ -223,6 +227,35 @@ def test_a_status_of_an_older_coordinator_is_shown() -> None:
 )
 def test_ago(seconds: float, said: str) -> None:
     assert ago(seconds) == said
+
+
+RAY_SAYS = """a worker of replica 'b' died (called for pull): its worker process has died (pid 4711 on 192.0.2.7)"""
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_torn_replica_is_torn_in_all_its_ranks_and_its_reason_is_a_line(width: int) -> None:
+    async def scenario() -> wire.GroupStatus:
+        coordinator = await make()
+        number = await begin(coordinator, 2)
+        await coordinator.enter("b/0", "first", 2, WAIT_S)
+        await coordinator.fail(number, "replica 'b'", "pull", RAY_SAYS, None, "b")
+        return await status(coordinator)
+
+    out = io.StringIO()
+    found = run(scenario())
+    Console(file=out, width=width).print(view(found))
+    lines = out.getvalue().splitlines()
+    rows = {name: next(line for line in lines if name in line) for name in ("engine rank a/0", "engine rank b/0")}
+    assert "connected" in rows["engine rank a/0"]
+    assert "torn" in rows["engine rank b/0"]
+    assert "connected" not in rows["engine rank b/0"]
+    assert len(lines) <= 24
+    said = " ".join(out.getvalue().split())
+    assert said.count(RAY_SAYS) == 1
+    assert "replica 'b' is torn by this failure" in said
+    assert all(len(line) <= width for line in lines)
+    later = " ".join(shown(msgspec.structs.replace(found, last=None)).split())
+    assert f"replica 'b' is torn: version 2: replica 'b' failed in pull: {RAY_SAYS}" in later
 
 
 def test_what_a_failed_sync_leaves_is_forgotten_by_the_next() -> None:

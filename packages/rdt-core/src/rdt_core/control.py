@@ -20,7 +20,7 @@ import msgspec
 from . import wire
 from .checks import Landed
 from .coordinator import Coordinator
-from .errors import CoordinatorLostError, DeadlineError, RdtError, SyncError, WireError
+from .errors import CoordinatorLostError, DeadlineError, RdtError, SyncError, WireError, death_of
 from .synccalls import PLAIN
 
 
@@ -377,7 +377,7 @@ class RayControl(Control):
             raise CoordinatorLostError(
                 f"the coordinator of group {self.group!r} died (called for {method}): it was killed, or source rank 0, with "
                 f"which it lives, has ended. The next publish on every rank opens a new one; if source rank 0 ended, start it "
-                f"again. Ray says: {error}"
+                f"again. Ray says: {death_of(error)}"
             ) from error
 
     def close(self) -> None:

@@ -55,21 +55,31 @@ class Driver:
         for some in (self.doubted, self.outdated, self.serving):
             some.discard(name)
 
-    def ahead(self, names: Iterable[str]) -> list[str]:
+    def ahead(self, names: Iterable[str], told: set[str]) -> None:
         """Lets replicas pause while the sync begins; those that serve, as nothing else is to be resumed if it cannot.
 
-        Returns:
-            Which of `names` were told.
+        Args:
+            names: replicas that shall take part.
+            told: filled with those that may have been told.
         """
-        told = []
         for name in sorted(self.serving.intersection(names) - self.doubted - self.outdated):
             ahead = ahead_of(self.clients[name])
-            if ahead is not None and ahead.send():
-                told.append(name)
-        return told
+            if ahead is not None:
+                told.add(name)
+                if not ahead.send():
+                    told.discard(name)
 
-    def take_back(self, names: Iterable[str], timeout_s: float) -> None:
-        """Replicas that were told `ahead` of a sync that could not begin go on; they hold what they held."""
+    def take_back(self, told: set[str], timeout_s: float) -> None:
+        """Replicas that were told `ahead` of a sync that could not begin go on; they hold what they held.
+
+        Args:
+            told: which; empty afterwards.
+            timeout_s: for all of them.
+        """
+        names = sorted(told)
+        told.clear()
+        in_doubt = set(names) - self.doubted  # until they say that they go on
+        self.doubted.update(names)
         deadline = time.monotonic() + timeout_s
 
         def undo(client: EngineClient) -> None:
@@ -77,9 +87,10 @@ class Driver:
             if ahead is None or not ahead.take_back(deadline=deadline):
                 raise EngineError("it is not as it was left")
 
-        for name, error in _each({name: partial(undo, self.clients[name]) for name in names}).items():
-            self.doubted.add(name)
-            self.serving.discard(name)
+        failures = _each({name: partial(undo, self.clients[name]) for name in names})
+        self.doubted -= in_doubt - failures.keys()
+        self.serving.difference_update(failures)
+        for name, error in failures.items():
             log.warning(
                 "replica %r paused for a sync that could not begin, and may have stayed so until the next one: %s",
                 name, error,
@@ -157,7 +168,8 @@ class Round:
         clients: of the replicas that take part.
         policy: "require_all" or "best_effort".
         timeout_s: deadline of each step of each replica, in seconds.
-        phases: filled with the seconds of the slowest replica, by phase.
+        phases: filled with the seconds of the slowest replica, by phase; "call" is what a call in which an engine takes its steps
+            took beside them.
         caller: source rank and token of the driver.
         timeline: filled with each step of each replica.
 
@@ -188,6 +200,8 @@ class Round:
         self._timeout_s = timeout_s
         self._phases = phases
         self._lock = threading.Lock()
+        self._steps: dict[str, dict[str, float]] = {}
+        self._shown: dict[str, float] = {}
         self.failed: dict[str, str] = {}
 
     @property
@@ -204,14 +218,16 @@ class Round:
 
     def _drive(self, client: EngineClient) -> None:
         step = STEPS[0]
+        started = time.perf_counter()
         try:
             receive = receive_of(client)
             if receive is not None:
                 step = "receive"  # where the engine does not say which
                 deadline = time.monotonic() + self._timeout_s
-                began = time.perf_counter()
+                began = started
                 for step, seconds in receive(self._version, deadline=deadline).items():
                     began = self._took(client, step, began, began + float(seconds))
+                self._took(client, "call", began, max(began, time.perf_counter()))
                 return
             for step in STEPS:
                 started = time.perf_counter()
@@ -222,7 +238,9 @@ class Round:
                     getattr(client, step)(self._version, deadline=deadline)
                 self._took(client, step, started, time.perf_counter())
         except Exception as error:
-            failure = self._tell(client.name, error.step if isinstance(error, StepError) else step, error)
+            step = error.step if isinstance(error, StepError) else step
+            self._timeline.add("engine_begin" if step == "begin" else step, started, track=client.name)
+            failure = self._tell(client.name, step, error)
             if self._policy == "require_all":
                 raise failure from error
             log.warning("replica %r is left out of version %d: %s", client.name, self._version, failure)
@@ -232,7 +250,14 @@ class Round:
         name = "engine_begin" if step == "begin" else step
         self._timeline.add(name, began, ended, track=client.name)
         with self._lock:
-            self._phases[name] = max(self._phases.get(name, 0.0), ended - began)
+            own = self._steps.setdefault(client.name, {})
+            own[name] = ended - began
+            # all of one replica, which took longest in all: the longest of each would add up to more than the sync took
+            if sum(own.values()) >= sum(self._shown.values()):
+                for other in self._shown:
+                    self._phases.pop(other, None)
+                self._shown = dict(own)
+                self._phases.update(own)
         return ended
 
     def _tell(self, replica: str, phase: str, error: Exception) -> RdtError:

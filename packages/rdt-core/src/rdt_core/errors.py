@@ -6,8 +6,13 @@ which kind of mistake it was, so that callers can tell a wrong set-up from a fau
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
+
+_DEAD = "The actor is dead because "
+_RAISED = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt): ")
+_SENTENCE = 180
 
 
 class RdtError(Exception):
@@ -81,6 +86,18 @@ class EngineError(RdtError):
 def text_of(error: object) -> str:
     """What an error says, as text that every message can carry: names of files need not be UTF-8."""
     return (str(error) or repr(error)).encode("utf-8", "backslashreplace").decode()
+
+
+def death_of(error: object) -> str:
+    """Why an actor of Ray died, as one sentence of at most 240 characters; Ray itself fills a page with it."""
+    lines = [line for line in text_of(error).splitlines() if line.strip()]
+    facts = dict(line.strip().split(": ", 1) for line in lines if line.startswith("\t") and ": " in line)
+    whole = [line for line in lines if not line[0].isspace()]
+    head, raised = whole[0], [line for line in whole if _RAISED.match(line)]
+    cause = next((line.removeprefix(_DEAD) for line in whole if line.startswith(_DEAD)), raised[-1] if raised else head)
+    sentence = cause.split(". ", 1)[0].rstrip(".")
+    where = f" (pid {facts['pid']} on {facts['ip']})" if {"pid", "ip"} <= facts.keys() else ""
+    return f"{sentence if len(sentence) <= _SENTENCE else sentence[: _SENTENCE - 1] + '…'}{where}"
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 << 20
 #: how many times faster the best link of a kind and path may be before another one is called slow
 SPREAD = 10
+#: phases of a sync on source rank 0 in their order: one after the other, and those that run beside them
+SEQUENCE = ("begin", "pause", "engine_begin", "pull", "finish", "call", "commit", "stamp")
+BESIDE = ("write", "verify")
+#: what takes less, in seconds, would be shown as 0.0 ms
+LEAST_S = 5e-5
 _SHOWN = 3
 _UNITS = ("B", "kB", "MB", "GB")
 
@@ -99,8 +104,18 @@ def one_line(text: str, most: int = 240) -> str:
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
+def shown_phases(report: SyncReport) -> dict[str, float]:
+    """Returns seconds by phase in the order of a sync, those beside it last; without the total and what takes no time."""
+    known = (*SEQUENCE, "rest", *BESIDE)
+    names = [*(name for name in known if name in report.phases), *(name for name in report.phases if name not in known)]
+    return {name: report.phases[name] for name in names if name != "total" and report.phases[name] >= LEAST_S}
+
+
 def _phases(report: SyncReport) -> str:
-    shown = [f"{name} {1e3 * seconds:.0f}" for name, seconds in report.phases.items() if name != "total"]
+    shown = [
+        f"{'beside ' if name in BESIDE else ''}{name} {1e3 * seconds:.{0 if seconds >= 0.01 else 1}f}"
+        for name, seconds in shown_phases(report).items()
+    ]
     return f"{', '.join(shown)} ms, " if shown else ""
 
 

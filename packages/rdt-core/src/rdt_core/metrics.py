@@ -1,8 +1,8 @@
 """Metrics of syncs for Prometheus, through Ray: histograms, gauges and counters that Ray's agent on the node exports.
 
 `RayMetrics` is an observer of `outcomes`. It records in the process that publishes, source rank 0, in microseconds. Ray
-exports metrics only where its optional parts are installed (`ray[default]`); where they are not, nothing is recorded and one
-line of the log says so.
+exports metrics only where its optional parts are installed (`rdt-core[metrics]` brings them); where they are not, nothing is
+recorded and one warning says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 
 class RayMetrics:
-    """Records every sync as Ray metrics. Off, with one line in the log, where Ray exports none on this node."""
+    """Records every sync as Ray metrics. Off, with one warning, where Ray exports none on this node."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ class RayMetrics:
         if self._metrics is None and not self._is_off:
             reason = missing()
             if reason:
-                log.info("syncs are not recorded as Ray metrics: %s", reason)
+                log.warning("syncs are not recorded as Ray metrics: %s; observers=[] at join asks for none", reason)
                 self._is_off = True
             else:
                 self._metrics = _make()
@@ -103,8 +103,8 @@ def missing() -> str:
     if node is None or node.get("MetricsExportPort", 0) <= 0:
         where = "this node" if node is None else f"node {node['NodeManagerAddress']}"
         return (
-            f"Ray's agent on {where} exports none, since parts of Ray are missing there; install them on every node with "
-            f"`pip install 'ray[default]=={ray.__version__}'` and start Ray again"
+            f"Ray's agent on {where} exports none, since parts of Ray are missing there; `pip install 'rdt-core[metrics]'` on "
+            f"every node (it adds `ray[default]=={ray.__version__}`) and start Ray again"
         )
     return ""
 

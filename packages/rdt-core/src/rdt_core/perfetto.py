@@ -1,8 +1,9 @@
 """Syncs as a picture: a file in Chrome's trace format, which https://ui.perfetto.dev opens.
 
-A process for each rank, with a track for its phases and one for each link or replica; everything from the outcomes of syncs
-(`outcomes`). Times are those of each host's clock. The clock of another host than the driver's is shifted by the least that
-puts its ranks inside the driver's calls to them; how much is said in the file. Refuses outcomes that hold no timeline.
+A process for the driver and each rank, with a track for its phases (of a source rank: how long it holds still) and one for each
+link or replica; all from the outcomes of syncs (`outcomes`). Times are those of each host's clock. The clock of another host than
+the driver's is shifted by the least that puts its ranks inside the driver's calls to them; how much is said in the file. Refuses
+outcomes that hold no timeline.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from . import wire
 from .errors import RdtError
@@ -21,6 +24,10 @@ from .report import rate, write_whole
 from .timeline import link_track
 
 _DRIVER = "driver"
+#: track of what source rank 0 does as a source, in the timeline of the driver, which is the same process
+_SOURCE = "source"
+#: host and process id of members, by group and name
+_Homes = dict[tuple[str, str], tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +64,19 @@ def make_trace(outcomes: Iterable[SyncOutcome]) -> dict[str, Any]:
             "there is no sync to draw: no outcome with a timeline; expected what an observer of rdt-core is told, or the "
             "lines that JsonLines wrote"
         )
-    base = min(one.timeline.began for one in syncs if one.timeline is not None)
+    homes = {
+        (one.group, line.member): (line.host, line.pid)
+        for one in syncs
+        if one.report is not None
+        for line in one.report.timelines
+    }
+    aligned = [(one, _aligned(one, homes)) for one in syncs]
+    # a source rank may begin before the driver
+    base = min(seen.after(0.0) for _, some in aligned for seen in some)
     pages = _Pages()
     shifts: dict[str, float] = {}
-    for outcome in syncs:
-        for seen in _aligned(outcome):
+    for outcome, some in aligned:
+        for seen in some:
             if seen.shift_s:
                 shifts[seen.timeline.host] = seen.shift_s
             _draw(pages, outcome, seen, base)
@@ -149,7 +164,7 @@ def _draw(pages: _Pages, outcome: SyncOutcome, seen: _Seen, base: float) -> None
     pages.hosts.add(line.host)
     order = 0 if is_driver else 1 if line.member.startswith("source rank") else 2
     who = f"{line.member} of {outcome.group}" if is_driver else line.member
-    pid = pages.process(f"{who}, {line.host}:{line.pid}", order)
+    pid = pages.process(f"{who}, {line.host}:{line.pid}" if line.host else who, order)
     if is_driver:
         whole: dict[str, Any] = {"outcome": outcome.outcome, "mode": outcome.mode, "bytes": outcome.bytes}
         if outcome.gbps is not None:
@@ -161,7 +176,7 @@ def _draw(pages: _Pages, outcome: SyncOutcome, seen: _Seen, base: float) -> None
         tid = pages.track(pid, "sync")
         pages.span(pid, tid, f"version {outcome.version}", line.began - base, outcome.seconds, "sync", whole)
     # the member's own phases first, links below them
-    for span in sorted(line.spans, key=lambda one: (one.track != "", _natural(one.track), one.start)):
+    for span in sorted(line.spans, key=lambda one: (one.track != "", _natural(one.track), one.start, -one.seconds)):
         args: dict[str, Any] = {"version": outcome.version}
         link = seen.links.get(span.track)
         if span.bytes:
@@ -182,28 +197,66 @@ def _natural(track: str) -> tuple[str, int, str]:
     return (head, int(tail), "") if tail.isdecimal() else (track, 0, "")
 
 
-def _aligned(outcome: SyncOutcome) -> list[_Seen]:
+def _aligned(outcome: SyncOutcome, homes: _Homes) -> list[_Seen]:
     """Every timeline of a sync, those of other hosts shifted into the driver's calls."""
-    driver = outcome.timeline
-    if driver is None:
+    told = outcome.timeline
+    if told is None:
         return []
     report = outcome.report
-    found = [_Seen(driver, 0.0, {})]
+    driver = msgspec.structs.replace(told, spans=tuple(one for one in told.spans if one.track != _SOURCE))
+    first = msgspec.structs.replace(
+        told, member=_source(0), spans=tuple(one for one in told.spans if one.track == _SOURCE)
+    )
+    found = [_Seen(driver, 0.0, {}), _holding(_Seen(first, 0.0, {}), outcome.seconds, outcome)]
     if report is None:
         return found
-    calls = {span.track: span for span in driver.spans if span.name == "pull"}
+    calls = _calls(driver)
     bounds: list[tuple[wire.Timeline, dict[str, wire.LinkReport], float, float]] = [
         (line, {}, driver.began, driver.began + outcome.seconds) for line in report.timelines
     ]
     for reader in report.readers:
-        call = calls.get(reader.reader.rpartition("/")[0])
+        start, end = calls.get(reader.reader.rpartition("/")[0], (0.0, outcome.seconds))
         if reader.timeline is None:
             continue
-        first = driver.began + (call.start if call else 0.0)
-        last = first + call.seconds if call else driver.began + outcome.seconds
-        bounds.append((reader.timeline, {link_track(link.source): link for link in reader.links}, first, last))
-    shifts = _shifts(driver.host, [(line, first, last) for line, _, first, last in bounds])
-    return found + [_Seen(line, shifts.get(line.host, 0.0), links) for line, links, _, _ in bounds]
+        links = {link_track(link.source): link for link in reader.links}
+        bounds.append((reader.timeline, links, driver.began + start, driver.began + end))
+    shifts = _shifts(driver.host, [(line, low, high) for line, _, low, high in bounds])
+    seen = [_Seen(line, shifts.get(line.host, 0.0), links) for line, links, _, _ in bounds]
+    # the others hold still until they hear of the commit
+    ends = [span.start + span.seconds for span in driver.spans if span.name == "commit" and not span.track]
+    until = driver.began + (ends[0] if ends else outcome.seconds)
+    sources = {line.member for line in report.timelines}
+    there = {one.timeline.member for one in seen} | {_source(0)}
+    for member in sorted({_source(link.source) for link in report.links} - there, key=_natural):
+        # what it did came too late for the driver to be told
+        host, pid = homes.get((outcome.group, member), ("", 0))
+        seen.append(_Seen(wire.Timeline(member=member, host=host, pid=pid, began=driver.began, spans=()), 0.0, {}))
+        sources.add(member)
+    return found + [
+        _holding(one, until - one.after(0.0), outcome) if one.timeline.member in sources else one for one in seen
+    ]
+
+
+def _source(rank: int) -> str:
+    return f"source rank {rank}"
+
+
+def _holding(seen: _Seen, seconds: float, outcome: SyncOutcome) -> _Seen:
+    """A source rank's timeline with the time in which its weights may be read: from its call of `publish` until the outcome."""
+    line = seen.timeline
+    links = outcome.report.links if outcome.report is not None else ()
+    moved = sum(link.bytes for link in links if _source(link.source) == line.member)
+    hold = wire.Span(name="holds still", start=0.0, seconds=max(0.0, seconds), bytes=moved)
+    return replace(seen, timeline=msgspec.structs.replace(line, spans=(hold, *line.spans)))
+
+
+def _calls(driver: wire.Timeline) -> dict[str, tuple[float, float]]:
+    """By replica, from when until when a pull of it may have run: where one call takes all steps, until that was back."""
+    starts = {span.track: span.start for span in driver.spans if span.name == "pull"}
+    ends = {
+        span.track: span.start + span.seconds for name in ("pull", "call") for span in driver.spans if span.name == name
+    }
+    return {track: (start, ends[track]) for track, start in starts.items()}
 
 
 def _shifts(host: str, bounds: Sequence[tuple[wire.Timeline, float, float]]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import time
 
 from .control import RayControl
 from .coordinator import Coordinator
-from .errors import DeadlineError, MembershipError
+from .errors import DeadlineError, MembershipError, death_of
 from .rayauth import way_out
 
 DEFAULT_NAMESPACE = "rdt"
@@ -87,7 +87,7 @@ def open_coordinator(
             trouble = "no such actor"
         except ray.exceptions.RayActorError as error:
             # The name may still point at the actor of a run that is ending.
-            trouble = f"it died: {error}"
+            trouble = f"it died: {death_of(error)}"
         except ray.exceptions.GetTimeoutError:
             trouble = "it did not start or does not answer"
         if time.monotonic() >= deadline:

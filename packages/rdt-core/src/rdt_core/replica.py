@@ -17,7 +17,7 @@ import torch
 from . import wire
 from .control import Control
 from .engines import STEPS, ConnectInfo, Receive, keeps_steps
-from .errors import CoordinatorLostError, DeadlineError, EngineError, RdtError, StepError, TornReplicaError
+from .errors import CoordinatorLostError, DeadlineError, EngineError, RdtError, StepError, TornReplicaError, death_of
 from .landing import ModuleLanding
 from .rates import check_slow_links
 from .receiver import Receiver
@@ -200,8 +200,10 @@ class ModuleReplica:
                 return list(pool.map(lambda worker: getattr(worker, method)(*args), self.workers))
         import ray
 
+        calls: list[Any] = []
         try:
-            return ray.get([getattr(worker, method).remote(*args) for worker in self.workers], timeout=timeout)
+            calls += [getattr(worker, method).remote(*args) for worker in self.workers]
+            return ray.get(calls, timeout=timeout)
         except ray.exceptions.GetTimeoutError:
             raise DeadlineError(f"replica {self.name!r} did not answer {method} within {timeout:.1f} s") from None
         except ray.exceptions.RayTaskError as error:
@@ -209,7 +211,20 @@ class ModuleReplica:
                 raise error.cause from None
             raise EngineError(f"replica {self.name!r} failed in {method}: {error}") from error
         except ray.exceptions.RayActorError as error:
-            raise EngineError(f"a worker of replica {self.name!r} died (called for {method}): {error}") from error
+            raise EngineError(f"{self._dead(calls, error)} died (called for {method}): {death_of(error)}") from error
+
+    def _dead(self, calls: Sequence[Any], error: BaseException) -> str:
+        """The engine rank whose call ended in this error; Ray does not say which of several."""
+        import ray
+
+        for rank, call in enumerate(calls):
+            if ray.wait([call], timeout=0)[0]:
+                try:
+                    ray.get(call, timeout=0)
+                except Exception as its:
+                    if str(its) == str(error):
+                        return f"engine rank {self.name}/{rank}"
+        return f"a worker of replica {self.name!r}"
 
     def connect(self, info: ConnectInfo, *, deadline: float) -> None:
         """See `EngineClient.connect`."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import RdtError
+from .logline import BESIDE, LEAST_S, SEQUENCE, shown_phases
 from .logline import LEAST_BYTES as LEAST_BYTES
 from .logline import counted as counted
 from .logline import link_name as link_name
@@ -36,7 +37,22 @@ from .wire import CheckReport, LinkReport, SyncReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.console import Group
     from rich.table import Table
+
+
+def to_the_end(report: SyncReport, *, commit_s: float, stamp_s: float, seconds: float) -> SyncReport:
+    """Returns a report that goes on until the replicas serve, as source rank 0 saw it.
+
+    Args:
+        report: as it was committed, with the phases before that.
+        commit_s: seconds in which the coordinator committed.
+        stamp_s: seconds in which the replicas were stamped and resumed.
+        seconds: of the whole sync. What is in no phase is phase "rest", so that they add up to it.
+    """
+    phases = {**report.phases, "commit": commit_s, "stamp": stamp_s}
+    rest = max(0.0, seconds - sum(phases.get(name, 0.0) for name in SEQUENCE))
+    return msgspec.structs.replace(report, seconds=seconds, phases={**phases, "rest": rest, "total": seconds})
 
 
 def by_kind(report: SyncReport) -> dict[str, LinkReport]:
@@ -88,7 +104,7 @@ def table(reports: Iterable[SyncReport]) -> Table:
     from rich.table import Table
 
     reports = list(reports)
-    phases = list(dict.fromkeys(name for report in reports for name in report.phases))
+    phases = list(dict.fromkeys(name for report in reports for name in shown_phases(report)))
     result = Table(title="syncs")
     slow = [slow_links(report) for report in reports]
     last = ("links", "slow") if any(slow) else ("links",)
@@ -109,19 +125,20 @@ def table(reports: Iterable[SyncReport]) -> Table:
     return result
 
 
-def sync_table(report: SyncReport, most: int = 8) -> Table:
-    """Returns a table of one sync: the driver's phases, those of engine ranks, bytes by link kind, and single links.
+def sync_table(report: SyncReport, most: int = 8) -> Group:
+    """Returns one sync as a title, a table and notes: the driver's phases, engine ranks', bytes by link kind, single links.
 
     Args:
         report: of the sync.
         most: engine ranks and links to show, the slowest first.
     """
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    result = Table(
-        title=f"version {report.version} of {report.group!r}, mode {report.mode} ({report.mode_reason})",
-        title_justify="left",
-    )
+    # titles and captions of a table are wrapped where the table ends, and read markup
+    title = Text(f"version {report.version} of {report.group!r}, mode {report.mode} ({report.mode_reason})")
+    result = Table()
     for heading in ("who", "what", "ms", "bytes", "GB/s"):
         result.add_column(heading, justify="left" if heading in ("who", "what") else "right", overflow="fold")
 
@@ -130,15 +147,15 @@ def sync_table(report: SyncReport, most: int = 8) -> Table:
         result.add_row(who, what, f"{seconds * 1e3:.1f}", *moved)
 
     add("sync", "", report.seconds, report.bytes)
-    for name, seconds in report.phases.items():
-        if name != "total":
-            add("", name, seconds)
+    for name, seconds in shown_phases(report).items():
+        add("", f"{name}, beside" if name in BESIDE else name, seconds)
     readers = sorted(report.readers, key=lambda one: sum(one.phases.values()), reverse=True)
     for reader in readers[:most]:
         result.add_section()
         add(reader.reader, "", sum(reader.phases.values()), reader.bytes)
         for name, seconds in reader.phases.items():
-            add("", name, seconds)
+            if seconds >= LEAST_S:
+                add("", name, seconds)
     result.add_section()
     for kind, total in sorted(by_kind(report).items()):
         count = sum(link.kind == kind for link in report.links)
@@ -152,10 +169,7 @@ def sync_table(report: SyncReport, most: int = 8) -> Table:
     notes += [f"slow: {one}" for one in slow_links(report)[:most]]
     notes += [f"packed: {one}" for one in packing(report)]
     notes += [f"left out: {name}: {one_line(why)}" for name, why in report.failed.items()]
-    if notes:
-        result.caption = "\n".join(notes)
-        result.caption_justify = "left"
-    return result
+    return Group(title, result, *map(Text, notes))
 
 
 def check_table(report: CheckReport, *, all_rows: bool = False) -> Table:

@@ -7,7 +7,7 @@ last heard of a member; it asks nobody whether they live.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .logline import counted, link_name, one_line, rate, size
 from .wire import GroupStatus, LastSync, ReplicaStatus
@@ -26,15 +26,17 @@ _STYLES = {
     "absent": "bold red",
     "torn": "bold red",
 }
+_REASON = 400
 _OUTCOMES = {"committed": "green", "partial": "yellow", "failed": "bold red"}
 
 
 def view(status: GroupStatus) -> Group:
-    """Returns a group's head lines and its table of members."""
+    """Returns a group's head lines, its table of members, and what is wrong with replicas, a line each."""
     from rich.console import Group
     from rich.text import Text
 
-    return Group(*(Text(line, style=style) for line, style in head(status)), members(status))
+    lines = (Text(line, style=style) for line, style in head(status))
+    return Group(*lines, members(status), *(Text(line, style="bold red") for line in troubles(status)))
 
 
 def head(status: GroupStatus) -> Iterator[tuple[str, str]]:
@@ -72,12 +74,16 @@ def last_line(last: LastSync) -> str:
 
 def members(status: GroupStatus) -> Table:
     """Returns a row for each source rank, replica and engine rank, those that are not there among them."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    result = Table()
-    for heading in ("member", "state", "version", "host", "pid", "what", "since", "last word"):
-        result.add_column(heading, justify="right" if heading in ("version", "pid", "since", "last word") else "left")
+    # lines between columns would take a fifth of a terminal of 80
+    result = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("member", "state", "process", "what", "since", "last word"):
+        justify: Any = "right" if heading in ("since", "last word") else "left"
+        # on a narrow terminal these give way, at blanks
+        result.add_column(heading, justify=justify, no_wrap=heading not in ("what", "last word"))
 
     def add(name: str, state: str, *cells: str) -> None:
         result.add_row(Text(name), Text(state, style=_STYLES.get(state, "")), *map(Text, cells))
@@ -85,36 +91,52 @@ def members(status: GroupStatus) -> Table:
     for source in status.sources:
         what = f"mode {source.mode}" + (f", {counted(source.rounds, 'round')}" if source.rounds > 1 else "")
         times = ago(source.since_s), ago(source.heard_s)
-        add(f"source rank {source.rank}", "joined", "", source.hostname, str(source.pid), what, *times)
+        add(f"source rank {source.rank}", "joined", f"{source.hostname}:{source.pid}", what, *times)
     for rank in status.missing:
-        add(f"source rank {rank}", "absent", "", "", "", "has not joined", "", "")
-    out = {} if status.last is None else {name: one_line(why) for name, why in status.last.failed.items()}
+        add(f"source rank {rank}", "absent", "", "has not joined")
     for replica in sorted(status.replicas, key=lambda one: one.name):
-        result.add_section()
-        why = out.pop(replica.name, "")
-        _add_replica(add, replica, one_line(replica.torn) or why)
-    for name, why in sorted(out.items()):
-        result.add_section()
-        add(f"replica {name}", "absent", "", "", "", why, "", "")
+        _add_replica(add, replica)
+    for name in _gone(status):
+        add(f"replica {name}", "absent")
     return result
 
 
-def _add_replica(add: Callable[..., None], replica: ReplicaStatus, why: str) -> None:
-    version = "" if replica.version is None else str(replica.version)
-    add(f"replica {replica.name}", replica.state, version, "", "", why, "", "")
+def troubles(status: GroupStatus) -> Iterator[str]:
+    """Yields why replicas are torn, were left out of the last sync, or are gone: a sentence each, too long for a cell."""
+    out = {} if status.last is None else status.last.failed
+    for replica in sorted(status.replicas, key=lambda one: one.name):
+        if replica.torn and status.last is not None and replica.torn == status.last.error:
+            yield f"replica {replica.name!r} is torn by this failure; the next complete sync heals it"
+        elif replica.torn:
+            yield f"replica {replica.name!r} is torn: {one_line(replica.torn, _REASON)}"
+        elif replica.name in out:
+            yield f"replica {replica.name!r} was left out of the last sync: {one_line(out[replica.name], _REASON)}"
+    for name in _gone(status):
+        yield f"replica {name!r} was left out of the last sync: {one_line(out[name], _REASON)}"
+
+
+def _gone(status: GroupStatus) -> list[str]:
+    there = {replica.name for replica in status.replicas}
+    return [] if status.last is None else sorted(status.last.failed.keys() - there)
+
+
+def _add_replica(add: Callable[..., None], replica: ReplicaStatus) -> None:
+    version = "" if replica.version is None else f"version {replica.version}"
+    add(f"replica {replica.name}", replica.state, "", version)
+    # nobody is asked whether they live: of a torn replica no rank is called connected
+    state = {"updating": "receiving", "torn": "torn"}.get(replica.state, "connected")
     ranks = {int(reader.reader.rpartition("/")[2]): reader for reader in replica.readers}
     for rank in range(replica.world_size):
         reader = ranks.get(rank)
         name = f"  engine rank {replica.name}/{rank}"
         if reader is None:
-            add(name, "absent", "", "", "", "has not connected", "", "")
+            add(name, "absent", "", "has not connected")
             continue
-        state = "receiving" if replica.state == "updating" else "connected"
         what = f"{reader.engine}, {size(reader.nbytes)} a sync from {counted(reader.requested, 'rank')}"
         if reader.offered < reader.requested:
-            what += f", {reader.offered} of them have answered"
+            what += f", {reader.offered} answered"
         times = ago(reader.since_s), ago(reader.heard_s)
-        add(name, state, "", reader.hostname, str(reader.pid), what, *times)
+        add(name, state, f"{reader.hostname}:{reader.pid}", what, *times)
 
 
 def ago(seconds: float) -> str:

@@ -36,7 +36,7 @@ from .publisher import DEFAULT_BUCKET_BYTES, Publisher
 from .rates import SlowLinks, check_slow_links
 from .record import POLICIES
 from .rendezvous import ensure_ray, open_coordinator
-from .report import log_line
+from .report import log_line, to_the_end
 from .sources.base import IterableWeightSource, WeightSource
 from .transport import LocalExchange
 from .verifying import check_mode
@@ -215,8 +215,9 @@ class WeightSync(Attaching):
 
         Returns:
             What the sync did, the same on every rank, but for the single links of large groups (`MAX_TOLD_LINKS`), which rank 0
-            alone is told. With policy "best_effort" its `failed` names replicas that were left out;
-            one that could not be stamped or resumed after the commit is named on rank 0 only.
+            alone is told, and for what comes after the commit: rank 0's `seconds` and `phases` go on until the replicas serve,
+            those of the other ranks end where the commit begins. With policy "best_effort" its `failed` names replicas that were
+            left out; one that could not be stamped or resumed after the commit is named on rank 0 only.
 
         Raises:
             SyncError: the sync failed; the same message on every rank. Where bytes that landed differ from their owner's it
@@ -324,13 +325,14 @@ class WeightSync(Attaching):
         if doubted:
             self._connect_again(version, doubted, names, out, timeout_s, policy)
         # one that waits for nobody; else replicas would stand still for the ranks that are late
-        ahead = self._driver.ahead(name for name in names if name not in out) if self.world_size == 1 else []
+        ahead: set[str] = set()
         try:
-            sync, requests = self._begin(version, names, out, readable, timeout_s, policy, verify)
+            if self.world_size == 1:
+                self._driver.ahead((name for name in names if name not in out), ahead)
+            sync, requests = self._begin(version, names, out, readable, timeout_s, policy, verify, ahead)
         except BaseException:  # also Ctrl-C: what serves is not to stand still
             self._driver.take_back(ahead, timeout_s)
             raise
-        self._driver.take_back([name for name in ahead if name in out], timeout_s)
         self._driver.serving.difference_update(names)
         phases = {"begin": time.perf_counter() - began}
         self._timeline.add("begin", began)
@@ -377,7 +379,9 @@ class WeightSync(Attaching):
         stamping = time.perf_counter()
         self._timeline.add("commit", committing, stamping)
         unreleased = drive.commit(report.failed)
-        self._timeline.add("stamp", stamping)
+        stamped = time.perf_counter()
+        self._timeline.add("stamp", stamping, stamped)
+        report = to_the_end(report, commit_s=stamping - committing, stamp_s=stamped - stamping, seconds=stamped - began)
         self._driver.doubted.update((*report.failed, *unreleased))
         self._driver.serving.update(name for name in drive.names if name not in {*report.failed, *unreleased})
         self._driver.outdated.update(report.outdated)
@@ -415,6 +419,7 @@ class WeightSync(Attaching):
         timeout_s: float,
         policy: str,
         verify: wire.Verify,
+        ahead: set[str],
     ) -> tuple[int, list[wire.ReadRequest]]:
         """Begins the sync on every rank; a coordinator that died and replicas that must plan again are mended once each.
 
@@ -425,6 +430,7 @@ class WeightSync(Attaching):
             readable: see `Coordinator.begin`.
             timeout_s: for the ranks to begin.
             policy, verify: see `publish`.
+            ahead: replicas that have paused already; they go on while anything is mended.
         """
         mended: set[type[RdtError]] = set()
         while True:
@@ -442,6 +448,7 @@ class WeightSync(Attaching):
                 if type(error) in mended or isinstance(error, TakenOverError):
                     raise
                 mended.add(type(error))
+                self._driver.take_back(ahead, timeout_s)
                 if isinstance(error, CoordinatorLostError):
                     self._restore(timeout_s)
                 elif self.rank == 0:

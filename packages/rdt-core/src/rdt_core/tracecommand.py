@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .commandline import command
+from .logline import counted
 
 EPILOG = "[bold]Examples[/bold]\n\nrdt trace syncs.jsonl trace.json\n\nrdt trace syncs.jsonl trace.json --last 3"
 
@@ -29,4 +30,5 @@ def trace(
     with command("trace") as target:
         outcomes = [one for one in read_outcomes(reports) if group in ("", one.group)]
         events = write_trace(out, outcomes[-last:])
-        target.write(f"{len(outcomes[-last:])} syncs, {events} events: {out}; open it in https://ui.perfetto.dev\n")
+        said = f"{counted(len(outcomes[-last:]), 'sync')}, {counted(events, 'event')}"
+        target.write(f"{said}: {out}; open it in https://ui.perfetto.dev\n")

@@ -250,7 +250,10 @@ class ReaderReport(Struct, frozen=True):
 
 
 class SyncReport(Struct, frozen=True):
-    """What a sync did, the same on every source rank. Prints itself as one line; everything is in its fields and `to_json`."""
+    """What a sync did, the same on every source rank, but for time: that of rank 0 goes on until the replicas serve.
+
+    Prints itself as one line; everything is in its fields and `to_json`.
+    """
 
     group: str
     version: int

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from rdt_core.errors import DeadlineError, EngineError, RdtError
+from rdt_core.errors import DeadlineError, EngineError, RdtError, death_of
 
 from .protocol import CALLS, RPC_METHOD, WEIGHTS_GROUP, check_call
 
@@ -113,7 +113,7 @@ class ActorCaller:
                 told = str(cause) if isinstance(cause, RdtError) else f"{type(cause).__name__}: {cause}"
                 late += isinstance(cause, DeadlineError)
             except RayActorError as error:
-                told, cause = f"died: {error}", error
+                told, cause = f"died: {death_of(error)}", error
             failures.append(f"scheduler {index}: {told}")
             first = first or cause
         if failures:

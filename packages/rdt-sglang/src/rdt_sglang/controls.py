@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
-from rdt_core.errors import DeadlineError, EngineError, RdtError, StepError
+from rdt_core.errors import DeadlineError, EngineError, RdtError, StepError, death_of
 from rdt_core.web import StatusError, Web
 
 #: seconds that who passes a call on gets less than its caller, so that its error comes first
@@ -157,7 +157,7 @@ class ActorControl:
                 raise StepError(f"{method} of the server actor: {told}", cause.step) from error
             raise kind(f"{method} of the server actor: {told}") from error
         except RayActorError as error:
-            raise EngineError(f"the server actor died: {error}") from error
+            raise EngineError(f"the server actor died: {death_of(error)}") from error
 
 
 class EngineControl:

@@ -18,6 +18,7 @@ import msgspec
 from .. import wire
 from ..connector import DEFAULT_KINDS
 from ..errors import DeadlineError, RdtError
+from ..logline import SEQUENCE
 from ..shapes import checkpoint_tensors
 from . import digests
 from .collectives import one_gpu_each
@@ -42,6 +43,7 @@ def run(
     *,
     gpus: int = 0,
     observe: Observe = lambda report, doing: None,
+    synced: Callable[[int], object] = lambda syncs: None,
     spoil: Spoil | None = None,
 ) -> BenchReport:
     """Measures all of it. The caller has connected this process to Ray.
@@ -50,22 +52,37 @@ def run(
         options: what to measure.
         gpus: that this process sees.
         observe: told the report so far and what is measured next; after the last piece, "".
+        synced: told how many of the syncs that `show.syncs_of` counts are done, after each, and after what was left out.
         spoil: called on every reader's module before its bytes are compared: shows that the comparison notices.
 
     Raises:
         OptionError: the options cannot work; nothing was started.
     """
     options = options.check(gpus)
-    return _Run(options, gpus if options.device == "cuda" else 0, observe, spoil).all()
+    return _Run(options, gpus if options.device == "cuda" else 0, observe, synced, spoil).all()
+
+
+def label(cell: Cell) -> str:
+    """What is measured, in a few words: mode and links, packing and digests where they were asked for."""
+    packed = [cell.pack] * (cell.pack != "default") + [f"verify {cell.verify}"] * (cell.verify != "off")
+    return ", ".join((f"mode {cell.mode}", f"links {cell.kind}", *packed))
 
 
 class _Run:
-    def __init__(self, options: BenchOptions, gpus: int, observe: Observe, spoil: Spoil | None) -> None:
+    def __init__(
+        self,
+        options: BenchOptions,
+        gpus: int,
+        observe: Observe,
+        synced: Callable[[int], object],
+        spoil: Spoil | None,
+    ) -> None:
         self.options = options
         self.tensors = checkpoint_tensors(options.model, layers=options.layers)
         placement = place(options.gpus, gpus, options.ranks, options.readers)
         self.fleet = Fleet(options, self.tensors, placement, gpus)
-        self.observe, self.spoil = observe, spoil
+        self.observe, self.synced, self.spoil = observe, synced, spoil
+        self.syncs = 0
         self.started = time.monotonic()
         self.wanted: dict[int, _Wanted] = {}
         self.report = BenchReport(
@@ -87,14 +104,20 @@ class _Run:
         try:
             for kind, pack, mode, verify in itertools.product(one.kinds, one.packs, one.modes, one.verifies):
                 cell = Cell(mode=mode, kind=kind, pack=pack, verify=verify)
-                done = self._piece(f"mode {mode}, links {kind}, {pack}, verify {verify}", cell, self._cell)
+                done = self._piece(label(cell), cell, self._cell, syncs=one.rounds + 1)
                 self.report = msgspec.structs.replace(self.report, cells=(*self.report.cells, done))
             self._raw()
-            peers = Peers(one, self.fleet, self.report.bytes, self._exact)
+            peers = Peers(one, self.fleet, self.report.bytes, self._exact, self._done)
             for name in one.peers:
                 reason = peers.reason(name)
                 row = PeerRow(name=name, reason=reason)
-                measured = (row,) if reason else self._piece(f"peer {name}", row, peers.measure, start=peers.ours(name))
+                if reason:
+                    self._done(one.peer_rounds + 1)
+                measured: Any = row
+                if not reason:
+                    measured = self._piece(
+                        f"peer {name}", row, peers.measure, start=peers.ours(name), syncs=one.peer_rounds + 1
+                    )
                 rows = measured if isinstance(measured, tuple) else (measured,)
                 self.report = msgspec.structs.replace(self.report, peers=(*self.report.peers, *rows))
             self.observe(self.report, "")
@@ -102,11 +125,23 @@ class _Run:
             self.fleet.close()
         return self.report
 
-    def _piece(self, what: str, row: Any, measure: Callable[[Any], Any], start: bool = True) -> Any:
+    def _done(self, syncs: int = 1) -> None:
+        self.syncs += syncs
+        self.synced(self.syncs)
+
+    def _piece(self, what: str, row: Any, measure: Callable[[Any], Any], *, syncs: int, start: bool = True) -> Any:
         """Measures one row, in the bench's own processes or (not `start`) without them; an error becomes a part of it."""
+        self.observe(self.report, what)
+        last = self.syncs + syncs
+        try:
+            return self._measured(row, measure, start)
+        finally:
+            # those of what failed, or is measured in a program of its own
+            self._done(last - self.syncs)
+
+    def _measured(self, row: Any, measure: Callable[[Any], Any], start: bool) -> Any:
         import ray
 
-        self.observe(self.report, what)
         elapsed, limit = time.monotonic() - self.started, self.options.limit_s
         if limit and elapsed > limit:
             return msgspec.structs.replace(
@@ -149,7 +184,10 @@ class _Run:
             taken: list[tuple[float, wire.SyncReport]] = []
             for version in range(one.rounds + 1):
                 fleet.ask(fleet.sources, "change")
-                taken.append(max(fleet.ask(fleet.sources, "publish", version), key=lambda answer: answer[0]))
+                answers = fleet.ask(fleet.sources, "publish", version)
+                # rank 0's report goes on after the commit
+                taken.append((max(seconds for seconds, _ in answers), answers[0][1]))
+                self._done()
             exact = self._exact()
             reports = [report for _, report in taken[1:]]
             floors, notes = self._floors(reports[-1], before)
@@ -162,7 +200,10 @@ class _Run:
         links = reports[-1].links
         self.wanted[len(self.report.cells)] = _wanted(reports[-1])
         slowest = [max(report.readers, key=_busy) for report in reports]
-        phases = [report.phases for report in reports]
+        phases = [
+            {**report.phases, "rest": seconds - sum(report.phases.get(name, 0.0) for name in SEQUENCE)}
+            for seconds, report in taken[1:]
+        ]
         reader_phases = [reader.phases for reader in slowest]
         ranks = [_rank(reader) for reader in slowest]
         done = msgspec.structs.replace(

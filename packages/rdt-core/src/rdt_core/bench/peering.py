@@ -37,11 +37,19 @@ class Peers:
         fleet: the processes; started where a peer of `ours` is measured.
         nbytes: of the checkpoint.
         exact: compares the bytes of both sides.
+        synced: told after each time that a peer in the bench's processes has moved the bytes.
     """
 
-    def __init__(self, options: BenchOptions, fleet: Fleet, nbytes: int, exact: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        options: BenchOptions,
+        fleet: Fleet,
+        nbytes: int,
+        exact: Callable[[], bool],
+        synced: Callable[[], object],
+    ) -> None:
         self._options, self._fleet = options, fleet
-        self._bytes, self._exact = nbytes, exact
+        self._bytes, self._exact, self._synced = nbytes, exact, synced
         self._port = 0
 
     def ours(self, name: str) -> bool:
@@ -87,6 +95,7 @@ class Peers:
         for _ in range(one.peer_rounds + 1):
             fleet.ask(fleet.sources, "change")
             seconds.append(getattr(self, f"_{name.replace('-', '_')}")())
+            self._synced()
         done = msgspec.structs.replace(
             row, bytes=self._bytes, first_s=seconds[0], seconds=tuple(seconds[1:]), exact=self._exact()
         )

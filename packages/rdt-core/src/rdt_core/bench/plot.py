@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 #: segments of a bar, in the order of a sync, with their colours
 _PARTS = {
     "control before": "#b8c4d6", "filling arenas or buckets": "#e3a857", "transfer": "#2f6fb0", "landing": "#6fb07f",
-    "digests": "#9a7fb8", "control after, and waiting": "#d9d9d9",
+    "digests": "#9a7fb8", "commit and stamp": "#c98b8b", "calls, and waiting": "#d9d9d9",
 }  # fmt: skip
 _FLOORS = {
     "copy": ("floor: one copy inside the reader", "|", "#c0392b", 220),
@@ -58,7 +58,8 @@ def parts(cell: Cell) -> dict[str, float]:
     made["transfer"], made["landing"] = reader.get("transfer", 0.0), reader.get("land", 0.0)
     made["digests"] = reader.get("verify", 0.0)
     # medians of parts may add up to more than the median of the whole
-    made["control after, and waiting"] = max(0.0, p50(cell.seconds) - sum(made.values()))
+    made["commit and stamp"] = trainer.get("commit", 0.0) + trainer.get("stamp", 0.0)
+    made["calls, and waiting"] = max(0.0, p50(cell.seconds) - sum(made.values()))
     return made
 
 

@@ -50,7 +50,8 @@ class Cell(wire.Struct, frozen=True):
         floor: which of them `ratio` is over.
         moving: of each later sync the time in which bytes moved: the slowest reader's transfer and landing, and the filling
             of arenas and buckets that it waited for.
-        phases, phases_p95: of the trainer, over the later syncs.
+        phases, phases_p95: of the trainer's rank 0, over the later syncs. "rest" is what no phase holds, of the longest that a
+            source rank took.
         reader_phases, reader_phases_p95: of the slowest reader of each sync, likewise.
         slowest: the engine rank that most often was the slowest.
         sent, received: bytes a sync by source rank and by engine rank.
@@ -211,6 +212,21 @@ def fastest(report: BenchReport) -> Cell | None:
     return min(exact, key=lambda cell: p50(cell.seconds), default=None)
 
 
+def beside(report: BenchReport, row: PeerRow) -> tuple[str, float] | None:
+    """What a peer is held against, by name and p50 in seconds: rdt over mapped links into the same engine, else the fastest cell.
+
+    None where that was not measured, had wrong bytes, is the row itself, or is too short to say anything.
+    """
+    if row.inside:
+        there = [one for one in report.peers if one.inside == row.inside and one.exact and one.seconds]
+        ours = next((one for one in there if one.name.startswith("rdt") and "mapped" in one.name), None)
+        return None if ours is None or ours.name == row.name else (ours.name, p50(ours.seconds))
+    best = fastest(report)
+    if best is None or no_ratio(best):
+        return None
+    return f"{best.used_mode}, {'/'.join(best.used_kinds)}", p50(best.seconds)
+
+
 def medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
     """Median of each key; 0 stands where a row has none."""
     return over(rows, statistics.median)
@@ -226,6 +242,9 @@ def over(rows: Iterable[dict[str, float]], what: Callable[[list[float]], float])
 def to_dict(report: BenchReport) -> dict[str, Any]:
     """Returns the report as plain JSON types, with p50, p95, GB/s, ratio and overhead beside the numbers that they come from."""
     plain: dict[str, Any] = msgspec.to_builtins(report)
+    for peer, one in zip(report.peers, plain["peers"], strict=True):
+        against = beside(report, peer) if peer.seconds else None
+        one["times_rdt"] = None if against is None else p50(peer.seconds) / against[1]
     for row, one in zip(report.rows, (*plain["cells"], *plain["peers"]), strict=True):
         one |= {"p50": _finite(p50(row.seconds)), "p95": _finite(p95(row.seconds))}
         one["gbps"] = None if one["p50"] is None else row.bytes / 1e9 / one["p50"]

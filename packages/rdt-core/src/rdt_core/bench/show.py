@@ -6,14 +6,13 @@ on a terminal only.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..commandline import progress
 from ..report import try_path, write_json
 from .measure import run
 from .options import BenchOptions
@@ -52,20 +51,20 @@ def bench_command(target: Any, options: BenchOptions, json_file: str = "", plot:
             try_path(path, option)
     latest: list[BenchReport] = []
     try:
-        with _progress(options) as advance:
+        with progress("starting Ray", syncs_of(options)) as advance:
 
             def observe(report: BenchReport, doing: str) -> None:
                 latest[:] = [report]
                 if json_file not in ("", "-"):
                     write_json(json_file, to_dict(report))
-                advance(doing)
+                advance(description=doing or "done")
 
             ray.init(
                 address="local", num_cpus=8, object_store_memory=256 << 20, include_dashboard=False, namespace="rdt",
                 log_to_driver=False,
             )  # fmt: skip
             try:
-                run(options, gpus=gpus, observe=observe)
+                run(options, gpus=gpus, observe=observe, synced=lambda syncs: advance(completed=syncs))
             finally:
                 ray.shutdown()
     except BaseException:
@@ -77,6 +76,12 @@ def bench_command(target: Any, options: BenchOptions, json_file: str = "", plot:
         raise
     _show(target, latest, json_file, plot)
     return 0 if latest[0].exact and not latest[0].failed else 1
+
+
+def syncs_of(options: BenchOptions) -> int:
+    """Returns how often all that is to be measured moves the weights."""
+    cells = math.prod(map(len, (options.modes, options.kinds, options.packs, options.verifies)))
+    return cells * (options.rounds + 1) + len(options.peers) * (options.peer_rounds + 1)
 
 
 def _show(target: Any, latest: list[BenchReport], json_file: str, plot: Path | None) -> None:
@@ -95,22 +100,3 @@ def _show(target: Any, latest: list[BenchReport], json_file: str, plot: Path | N
             console.print(verdict(report), markup=False, highlight=False)
         if plot is not None:
             draw(report, plot)
-
-
-@contextlib.contextmanager
-def _progress(options: BenchOptions) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    pieces = math.prod(map(len, (options.modes, options.kinds, options.packs, options.verifies))) + len(options.peers)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting Ray", total=pieces)
-        begun = [-1]
-
-        def advance(doing: str) -> None:
-            begun[0] += 1
-            bar.update(task, completed=begun[0], description=doing or "done")
-
-        yield advance

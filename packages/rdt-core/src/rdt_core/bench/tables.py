@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..report import size
-from .results import BenchReport, Cell, PeerRow, fastest, no_ratio, p50, p95, ratio
+from ..logline import BESIDE
+from ..report import counted, size
+from .results import BenchReport, Cell, PeerRow, beside, fastest, no_ratio, p50, p95, ratio
 
 _ERROR = 400
 #: phases that take less everywhere are left out, in seconds
@@ -18,11 +19,15 @@ _LEAST_S = 5e-5
 #: what happens in each phase
 _PHASES = {
     "begin": "every source rank begins",
-    "write": "rank 0 fills its arena or its buckets, and packs",
     "pause": "the engine pauses",
     "engine_begin": "and gets ready",
     "pull": "engine ranks wait, read and land",
     "finish": "post-load steps end",
+    "call": "the way to the engine and back, where it takes these steps in one call",
+    "commit": "the coordinator's commit",
+    "stamp": "engines are stamped and go on",
+    "rest": "what is in no phase",
+    "write": "its arena or its buckets are filled, and packed",
     "verify": "digests",
     "wait": "for source ranks",
     "transfer": "bytes are read",
@@ -43,7 +48,7 @@ def tables(report: BenchReport) -> list[Any]:
     """The cells, their phases, and the peers next to the fastest cell."""
     made = [_cells(report)] if report.cells else []
     if any(cell.phases for cell in report.cells):
-        made.append(_phases(report))
+        made += _phases(report)
     if report.peers:
         made.append(_peers(report))
     return [_told(one) for one in made]
@@ -90,7 +95,7 @@ def _cells(report: BenchReport) -> Any:
     shape = f"{report.model}{f' cut to {report.layers} layers' if report.layers else ''}"
     made = _table(
         f"{shape}: {report.tensors} tensors, {size(report.bytes)}; {report.trainer} -> {report.engine} on {where}; "
-        f"{report.rounds} syncs each after the first; milliseconds",
+        f"{counted(report.rounds, 'sync')} each after the first; milliseconds",
     )
     left = _which(report.cells)
     # all cells of a run have the same
@@ -122,41 +127,52 @@ def _cells(report: BenchReport) -> Any:
     return made
 
 
-def _phases(report: BenchReport) -> Any:
+def _phases(report: BenchReport) -> list[Any]:
+    """What source rank 0 does one after the other, and then what runs meanwhile."""
     done = [cell for cell in report.cells if not cell.error]
+    left = _which(done)
     trainer = _lasting((cell.phases_p95 for cell in done), (cell.phases for cell in done))
     reader = _lasting((cell.reader_phases_p95 for cell in done), (cell.reader_phases for cell in done))
-    made = _table(
-        "where the time goes, in milliseconds: the trainer's phases (t:), and those of the slowest reader (r:)"
-    )
-    left = _which(done)
-    names = (*(f"t:\n{name}" for name in trainer), *(f"r:\n{name}" for name in reader))
+    steps, beside = [name for name in trainer if name not in BESIDE], [name for name in trainer if name in BESIDE]
+    first = _table("where the time goes, in milliseconds: source rank 0, one after the other")
+    second = _table("meanwhile: source rank 0 for its readers (t:), and the slowest reader (r:)")
     ranks = any(len(cell.received) > 1 for cell in done)
-    _columns(made, (*left, ""), (*names, "over-\nhead", *(("slowest\nrank",) if ranks else ())))
+    _columns(first, (*left, ""), [name.replace("_", "\n") for name in steps])
+    # nine phases are as wide as a terminal of 80
+    first.padding = 0
+    names = (*(f"t:\n{name}" for name in beside), *(f"r:\n{name}" for name in reader))
+    _columns(second, (*left, ""), (*names, "over-\nhead", *(("slowest\nrank",) if ranks else ())))
     for cell in done:
         for which, ours, theirs in (
             ("p50", cell.phases, cell.reader_phases),
             ("p95", cell.phases_p95, cell.reader_phases_p95),
         ):
-            first = which == "p50"
-            made.add_row(
-                *(_head(cell, left) if first else [""] * len(left)),
-                which,
-                *(_ms(ours[name], 1) if name in ours else "" for name in trainer),
-                *(_ms(theirs[name], 1) if name in theirs else "" for name in reader),
-                _ms(cell.overhead_s, 1) if first else "",
-                *((str(cell.slowest) if first else "",) if ranks else ()),
-                end_section=not first,
+            is_first = which == "p50"
+            head = (*(_head(cell, left) if is_first else [""] * len(left)), which)
+            first.add_row(*head, *_row(ours, steps), end_section=not is_first)
+            second.add_row(
+                *head,
+                *_row(ours, beside),
+                *_row(theirs, reader),
+                _ms(cell.overhead_s, 1) if is_first else "",
+                *((str(cell.slowest) if is_first else "",) if ranks else ()),
+                end_section=not is_first,
             )
-    told = "; ".join(f"{name}: {_PHASES[name]}" for name in dict.fromkeys((*trainer, *reader)) if name in _PHASES)
     moved = dict.fromkeys(
         f"each source rank sends {_span(cell.sent)}, each engine rank receives {_span(cell.received)}" for cell in done
     )
     notes = [_named(cell, left, note) for cell in done for note in cell.notes]
-    made.caption = "\n".join(
-        [f"{told}. Left out: what takes less than {1e3 * _LEAST_S:.2f} ms everywhere.", _OVERHEAD, *moved, *notes]
-    )
-    return made
+    first.caption = f"{_meaning(steps)}. Left out: what takes less than {1e3 * _LEAST_S:.2f} ms everywhere."
+    second.caption = "\n".join([f"{_meaning((*beside, *reader))}.", _OVERHEAD, *moved, *notes])
+    return [first, second]
+
+
+def _row(phases: dict[str, float], names: Sequence[str]) -> list[str]:
+    return [_ms(phases[name], 1) if name in phases else "" for name in names]
+
+
+def _meaning(names: Sequence[str]) -> str:
+    return "; ".join(f"{name}: {_PHASES[name]}" for name in dict.fromkeys(names) if name in _PHASES)
 
 
 def _peers(report: BenchReport) -> Any:
@@ -175,11 +191,12 @@ def _peers(report: BenchReport) -> Any:
     if best is not None:
         made.add_row(f"rdt: {best.used_mode}, {'/'.join(best.used_kinds)}", *_times(best), _rate(best), "", "yes")
     for row in done:
+        against = beside(report, row)
         made.add_row(
             row.label,
             *_times(row),
             _rate(row),
-            f"{p50(row.seconds) / p50(best.seconds):.1f} x" if best and not short and not row.inside else "",
+            f"{p50(row.seconds) / against[1]:.1f} x" if against is not None else "",
             "yes" if row.exact else "NO",
             *([words[row.label]] if any(words.values()) else []),
         )
@@ -188,6 +205,9 @@ def _peers(report: BenchReport) -> Any:
         if best is not None and short
         else "times rdt: p50 over that of the fastest sync of rdt in this run, the first row"
     ]
+    there = {against[0]: None for row in done if row.inside and (against := beside(report, row)) is not None}
+    if there:
+        said[0] += f"; in a real engine over that of {' and '.join(there)} there"
     said += [f"{row.label} cannot run here: {row.reason}" for row in report.peers if row.reason]
     said += [f"{row.label} failed: {_short(row.error)}" for row in report.peers if row.error]
     made.caption = "\n".join(said)

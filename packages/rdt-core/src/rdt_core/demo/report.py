@@ -9,7 +9,7 @@ import msgspec
 from ..wire import LinkReport, Struct
 
 #: the phases of a sync that follow one another; others overlap with these
-SEQUENCE = ("begin", "pause", "engine_begin", "pull", "finish")
+SEQUENCE = ("begin", "pause", "engine_begin", "pull", "finish", "call", "commit", "stamp")
 
 
 class StepReport(Struct, frozen=True):
