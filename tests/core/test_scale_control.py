@@ -1,7 +1,8 @@
 """The control plane with many members: real messages of real plans against the real coordinator, calls and bytes counted.
 
-Members are threads; what they declare comes from the planner for layouts that grow by data parallelism and replicas. Times are
-printed, never asserted. `pytest -s` shows the table.
+Members are threads; what they declare comes from the planner for layouts that grow by data parallelism and replicas. What the
+bytes of each call grow with is a table, `GROWTH`: for each member at most linear in the ranks, without an exception; in all
+therefore at most quadratic, and the calls that are say so. Times are printed, never asserted. `pytest -s` shows the table.
 """
 
 from __future__ import annotations
@@ -31,6 +32,17 @@ from rdt_core.trainers import MegatronLayout
 CONFIG = Config(8, 64, 128, 8, 8, 16, 512, experts=16, expert_intermediate=32)
 TIMEOUT_S = 120.0
 Counts = dict[str, list[int]]  # method -> calls, bytes to the coordinator, bytes back
+
+#: what the bytes of one call grow with: "nothing", the "links" of a member, the "sources", or "all links" of the group
+GROWTH = {
+    "join": "nothing", "sources": "sources", "connect": "links", "replica_ready": "links", "begin": "links",
+    "offer": "links", "offers": "links", "published": "nothing", "enter": "nothing", "done": "links",
+    "outcome": "all links", "commit": "all links",
+}  # fmt: skip
+#: and at most these bytes for each rank of the group, whatever its size: the line that no call may cross
+MOST_A_RANK = 3500
+#: links up to which every source rank is told of each after a sync
+TOLD = 4096
 
 
 def size(value: Any) -> int:
@@ -185,6 +197,18 @@ class World:
     def members(self) -> int:
         return len(self.manifests) + len(self.engines)
 
+    @property
+    def links(self) -> int:
+        return sum(len(engine.requests) for engine in self.engines)
+
+    def of(self, phase: str, method: str) -> int:
+        """Bytes of all calls of a method, both ways."""
+        return sum(self.counts[phase][method][1:])
+
+    def a_call(self, phase: str, method: str) -> float:
+        """Bytes of one call of a method: no member makes it twice in a phase."""
+        return self.of(phase, method) / self.counts[phase][method][0]
+
     def calls(self, phase: str) -> int:
         return sum(one[0] for one in self.counts[phase].values())
 
@@ -192,12 +216,18 @@ class World:
         return sum(one[1] + one[2] for method, one in self.counts[phase].items() if method not in without)
 
     def show(self, where: str) -> None:
-        print(f"\n{len(self.manifests)} source ranks, {len(self.engines)} engine ranks, coordinator {where}")
+        print(
+            f"\n{len(self.manifests)} source ranks, {len(self.engines)} engine ranks, {self.links:,} links, coordinator {where}"
+        )
         for phase, counts in self.counts.items():
-            parts = ", ".join(f"{name} {one[0]}x {(one[1] + one[2]) / 1e6:.2f} MB" for name, one in counts.items())
             print(
-                f"  {phase}: {self.seconds[phase]:.2f} s, {self.calls(phase)} calls, {self.bytes(phase) / 1e6:.2f} MB ({parts})"
+                f"  {phase}: {self.seconds[phase]:.2f} s, {self.calls(phase):,} calls, {self.bytes(phase) / 1e6:.2f} MB"
             )
+            for name, one in counts.items():
+                each, total = self.a_call(phase, name), self.of(phase, name)
+                print(
+                    f"    {name:14} {one[0]:5,} x {each / 1e3:8.2f} kB = {total / 1e6:7.2f} MB; a call: {GROWTH[name]}"
+                )
 
 
 def local(sources: int, replicas: int) -> World:
@@ -218,17 +248,29 @@ def check_growth(worlds: list[World]) -> None:
         assert world.calls("connect") == 2 * readers + len(world.replicas)
         assert world.calls("first sync") == 4 * sources + 3 * readers  # offers are asked for once
         assert world.calls("later sync") == 3 * sources + 2 * readers
+        for phase in world.counts:
+            for method in world.counts[phase]:
+                assert world.a_call(phase, method) <= MOST_A_RANK * world.members, (phase, method)
     for small, large in pairwise(worlds):
         grown = large.members / small.members
         # a reader has more links where boxes have more owners, until each of its boxes has another owner
-        links = [sum(len(engine.requests) for engine in world.engines) for world in (small, large)]
-        assert links[1] <= 1.5 * grown * links[0]
+        links = large.links / small.links
+        assert links <= 1.5 * grown
         assert large.bytes("join") <= 1.05 * grown * small.bytes("join")
-        # what each engine rank reads of all source ranks, and each source rank of all engine ranks, grows with their number
+        factor = {"nothing": 1.0, "links": links / grown, "sources": grown, "all links": links}
+        for phase in large.counts:
+            for method in large.counts[phase]:
+                each = large.a_call(phase, method) / small.a_call(phase, method)
+                assert each <= 1.1 * factor[GROWTH[method]], (phase, method, each)
+        # in all: what each engine rank reads of all source ranks is quadratic, neither less nor more
+        assert large.of("connect", "sources") == pytest.approx(grown**2 * small.of("connect", "sources"), rel=0.05)
+        # what each source rank is told of all links grows with both, until there are too many to tell
+        told = [world.of("later sync", "outcome") for world in (small, large)]
+        assert told[1] <= 1.1 * grown * links * told[0]
+        assert large.links <= TOLD or told[1] < told[0]
+        # and everything else grows with the links
         for phase, shared in (("connect", "sources"), ("first sync", "outcome"), ("later sync", "outcome")):
-            assert large.bytes(phase, shared) <= 1.1 * links[1] / links[0] * small.bytes(phase, shared)
-            each = [sum(world.counts[phase][shared][1:]) / world.counts[phase][shared][0] for world in (small, large)]
-            assert each[1] <= 1.1 * max(grown, links[1] / links[0]) * each[0]
+            assert large.bytes(phase, shared) <= 1.1 * links * small.bytes(phase, shared)
 
 
 @pytest.mark.unit

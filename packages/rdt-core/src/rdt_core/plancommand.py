@@ -57,10 +57,12 @@ def plan(
         typer.Option(help="in_place: straight into parameters; ring: through receive buffers and a post-load step."),
     ] = "in_place",
     simulate: Annotated[bool, typer.Option("--simulate", help="Execute the plan in a simulation as well.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and no progress.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, with every link and NIC, and no progress.")
+    ] = False,
     picture: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads the annotation at run time
-        typer.Option(metavar="FILE", help="A PNG of bytes by NIC, and of times."),
+        typer.Option(metavar="FILE", help="A PNG of bytes by NIC, and of times with their bottlenecks."),
     ] = None,
 ) -> None:
     """Say what a sync would move, where, and how long it would take. Needs no GPU and starts nothing.

@@ -8,6 +8,7 @@ out, and what is published in float8 is given in the dtype that it is trained in
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,6 +131,8 @@ def read_config(path: Path) -> Config:
     Raises:
         SourceError: no such file, no JSON, a family or a form of it that is not known here, or a number that is missing.
     """
+    if not os.path.exists(path):  # Path.exists raises for names that no file system takes
+        raise SourceError(f"{path} does not exist; a checkpoint's config.json, or its folder, is expected there")
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -78,6 +79,11 @@ class PlanOptions:
         return self
 
 
+def _is_path(model: str) -> bool:
+    """Whether a file or folder is meant: something that is there, or that no model is called like."""
+    return model not in MODELS and (os.path.exists(model) or Path(model).name != model or model.endswith(".json"))
+
+
 def read_options(
     model: str,
     trainer: str,
@@ -104,12 +110,12 @@ def read_options(
         OptionError: something that cannot work.
     """
     try:
-        config = config_of(model) if model in MODELS or not Path(model).exists() else read_config(Path(model))
-        if not 0 <= layers <= config.layers:
-            raise SourceError(f"{model} has {config.layers} layers; {layers} cannot be kept of them")
-        config = replace(config, layers=layers) if layers else config
+        config = read_config(Path(model)) if _is_path(model) else config_of(model)
     except SourceError as error:
-        raise OptionError(f"--model, --layers: {error}") from error
+        raise OptionError(f"--model: {error}") from error
+    if not 0 <= layers <= config.layers:
+        raise OptionError(f"--layers: {model} has {config.layers} layers; {layers} cannot be kept of them")
+    config = replace(config, layers=layers) if layers else config
     spec, wanted = trainer_spec(trainer), engine_spec(engine)
     return PlanOptions(
         model=model,

@@ -1,8 +1,8 @@
 """How long a sync takes, phase by phase, from what it asks of each resource.
 
-For the wire time of large plans engine ranks are taken together in cohorts, each as wide as all of its ranks and as slow as the
-busiest: what a cohort reads of a source rank in a chunk is one flow. Control is calls after one another plus the coordinator's
-own time for all of them. What is left out says `docs/plan.md`.
+For the wire time the transfers of an engine rank's chunk are taken together where they are alike in size: one flow, through
+the NICs of all their owners at the same pace. Control is calls after one another plus the coordinator's own time for all of
+them. What is left out says `docs/plan.md`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 from .cluster import Cluster
 from .readers import Transfers
 from .simulate import simulate
-from .traffic import WAY, Traffic
+from .traffic import Traffic
 
 Array = np.ndarray
 #: control calls after one another in a sync whose bytes are readable at once: begin, pull, enter, finish, commit
 CALLS = 5
-#: transfers that are looked at one by one; where there are more, engine ranks are taken together in cohorts
-TRANSFERS = 10_000
-#: cohorts at least
-COHORTS = 8
-#: resources that belong to engine ranks
-_READERS = ("nic in", "nvlink in", "copy", "agent")
+#: transfers of a chunk are alike where they differ by less than about this factor; those of other sizes wait for other owners
+ALIKE = 3.0
+#: flows of a chunk at most: its large transfers, those about `ALIKE` times smaller, and all that are smaller still
+CLASSES = 3
+#: part of the time from which on the busiest resource is all that there is to say about it
+_BUSY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def landing_seconds(transfers: Transfers, cluster: Cluster, ring: bool) -> Array
 
 
 def wire_seconds(transfers: Transfers, traffic: Traffic, land: Array) -> tuple[float, str]:
-    """Predicted seconds from the first post until the last chunk has landed, and what is busiest meanwhile.
+    """Predicted seconds from the first post until the last chunk has landed, and what is busiest meanwhile, and for how long.
 
     Args:
         transfers: of all engine ranks.
@@ -63,31 +63,36 @@ def wire_seconds(transfers: Transfers, traffic: Traffic, land: Array) -> tuple[f
     if not len(transfers):
         return 0.0, "nothing"
     busy = traffic.busy()
-    worst = traffic.resources[int(busy.argmax())]
-    readers = int(transfers.reader.max()) + 1
-    cohorts = min(readers, max(COHORTS, TRANSFERS * readers // len(transfers)))
-    cohort = transfers.reader * cohorts // readers
-    # resources of engine ranks become one of each kind and cohort, as busy as the busiest of them
-    size = len(traffic.resources)
-    mine = np.array([one.kind in _READERS for one in traffic.resources])
-    kind = np.array([_READERS.index(one.kind) if one.kind in _READERS else 0 for one in traffic.resources])
-    place = np.where(mine[traffic.way], size + kind[traffic.way] + len(_READERS) * cohort[:, None], traffic.way)
-    everything = size + len(_READERS) * cohorts
-    total = np.bincount(place.ravel(), traffic.need.ravel(), everything)
-    most = np.zeros(everything)
-    np.maximum.at(most, place.ravel(), np.where(mine[traffic.way], busy[traffic.way], total[place]).ravel())
-    width = np.where(total > 0, most / np.where(total > 0, total, 1.0), 1.0)
-    # a flow for each cohort, chunk, source rank and way
-    keys = np.column_stack([cohort, transfers.chunk, transfers.source, place * (traffic.need > 0)])
-    flows, home = np.unique(keys, axis=0, return_inverse=True)
+    worst = int(busy.argmax())
+    seconds = simulate(*_flows(transfers, traffic), land).seconds
+    share = float(busy[worst]) / seconds
+    idle = "" if share > _BUSY else "; then chunks wait for one another"
+    return seconds, f"{traffic.resources[worst]}, busy {share:.0%} of it{idle}"
+
+
+def _flows(transfers: Transfers, traffic: Traffic) -> tuple[Array, Array, Array, Traffic]:
+    """Engine rank and chunk of each flow, the mean bytes of its transfers, and what it needs."""
+    chunks, size = int(transfers.chunk.max()) + 1, len(traffic.resources)
+    step = transfers.reader * chunks + transfers.chunk
+    largest = np.zeros(int(step.max()) + 1)
+    np.maximum.at(largest, step, transfers.nbytes)
+    smaller = np.log(np.maximum(largest[step], 1) / np.maximum(transfers.nbytes, 1)) / np.log(ALIKE)
+    alike = np.minimum(np.rint(smaller), CLASSES - 1).astype(np.int64)
+    flow, home, parts = np.unique(step * CLASSES + alike, return_inverse=True, return_counts=True)
     home = home.ravel()
-    nbytes = np.bincount(home, transfers.nbytes, len(flows))
-    need = np.zeros((len(flows), WAY))
-    np.add.at(need, home, traffic.need * width[place])
-    landed = np.zeros((cohorts, land.shape[1]))
-    np.maximum.at(landed, np.arange(readers) * cohorts // readers, land)
-    lumped = Traffic((worst,) * everything, flows[:, 3:], need, nbytes)
-    return simulate(flows[:, 0], flows[:, 1], nbytes, lumped, landed).seconds, str(worst)
+    used = traffic.need > 0
+    pairs = np.broadcast_to(home[:, None], used.shape)[used] * size + traffic.way[used]
+    passed, place = np.unique(pairs, return_inverse=True)
+    seconds = np.bincount(place.ravel(), traffic.need[used], len(passed))
+    owner = passed // size
+    column = np.arange(len(passed)) - np.searchsorted(owner, owner)
+    way = np.zeros((len(flow), int(column.max(initial=0)) + 1), np.int64)
+    need = np.zeros(way.shape)
+    way[owner, column], need[owner, column] = passed % size, seconds
+    # bytes of one transfer: sharing is by transfers, so a flow of many takes as many shares where they all pass
+    each = np.bincount(home, transfers.nbytes, len(flow)) / parts
+    step = flow // CLASSES
+    return step // chunks, step % chunks, each, Traffic(traffic.resources, way, need, traffic.nbytes)
 
 
 def phases(
@@ -121,11 +126,11 @@ def phases(
     calls = sources * (3 if packs or snapshot_bytes else 2) + readers * 2
     most = int(packing.argmax()) if len(packing) else 0
     found = [
-        Phase("look at parameters", shards * cluster.tensor_us * 1e-6, f"the {shards} shards of a source rank"),
+        Phase("look at parameters", shards * cluster.tensor_us * 1e-6, f"the {shards:,} shards of a source rank"),
         Phase("snapshot", snapshot_bytes / copy, "copies inside a source rank's GPU"),
         Phase("pack", float(packing.max(initial=0.0)), f"copies inside the GPU of source rank {most}"),
         Phase("wire and landing", wire, busiest),
         Phase("control", CALLS * cluster.call_ms * 1e-3, f"{CALLS} calls after one another"),
-        Phase("coordinator", calls * cluster.serve_ms * 1e-3, f"{calls} calls of {sources + readers} members"),
+        Phase("coordinator", calls * cluster.serve_ms * 1e-3, f"{calls:,} calls of {sources + readers:,} members"),
     ]
     return [phase for phase in found if phase.seconds > 0]

@@ -17,6 +17,7 @@ from ..routing import Routing
 from ..shapes import tensors_of
 from . import traffic
 from .cluster import Seats, seat
+from .links import Links, Nic, links_of, nics_of, summaries
 from .options import PlanOptions
 from .peers import Peer, compare
 from .predict import Phase, landing_seconds, phases
@@ -35,7 +36,7 @@ class Copies:
     Attributes:
         kind: "mapped" or "prepared".
         form: "direct" or "packed".
-        links: that have any.
+        links: that have any; a link can have both direct and packed ones.
         copies: 2-D copies.
         reads: pieces that travel by themselves; a packed span is one.
         bytes: moved.
@@ -92,7 +93,7 @@ class PlanReport:
         tensors, model_bytes: of the checkpoint.
         source_ranks, engine_ranks, replicas, nodes: that there are.
         bytes: that a sync moves in all.
-        links, chunks: links in all, most chunks of an engine rank.
+        chunks: most of an engine rank.
         balances: how evenly bytes lie on NICs, NVLink, ranks.
         copies: by kind and form.
         memory: most of all ranks.
@@ -102,7 +103,8 @@ class PlanReport:
         simulated_s: of wire and landing, in the simulation; None where it did not run.
         peers: other designs.
         planning_s: what making this plan took: manifests, routing, engine ranks, seconds of this process.
-        nic_out, nic_in: bytes by NIC, for the picture.
+        links: every link with its bytes.
+        nics: every NIC with its bytes, in each direction.
     """
 
     model: str
@@ -119,7 +121,6 @@ class PlanReport:
     replicas: int
     nodes: int
     bytes: int
-    links: int
     chunks: int
     balances: tuple[Balance, ...]
     copies: tuple[Copies, ...]
@@ -130,8 +131,8 @@ class PlanReport:
     simulated_s: float | None
     peers: tuple[Peer, ...]
     planning_s: dict[str, float]
-    nic_out: tuple[int, ...] = field(repr=False)
-    nic_in: tuple[int, ...] = field(repr=False)
+    links: Links = field(repr=False)
+    nics: tuple[Nic, ...] = field(repr=False)
 
     @property
     def wire_s(self) -> float:
@@ -140,8 +141,9 @@ class PlanReport:
 
 
 def to_dict(report: PlanReport) -> dict[str, Any]:
-    """The report as plain JSON types; balances with their ratio."""
+    """The report as plain JSON types; balances with their ratio, links with a summary of each kind beside them."""
     plain = asdict(report)
+    plain["links_by_kind"] = [asdict(one) for one in summaries(report.links)]
     for row, one in zip(plain["balances"], report.balances, strict=True):
         row["ratio"] = one.ratio
     return plain
@@ -214,7 +216,6 @@ def make_plan_report(options: PlanOptions, advance: Callable[[str], None] = lamb
         replicas=engine.replicas,
         nodes=seats.nodes,
         bytes=int(transfers.nbytes.sum()),
-        links=sum(plan.links for plan in plans),
         chunks=max(plan.chunks for plan in plans),
         balances=_balances(plans, transfers, ways, routing, taken, seats, options),
         copies=_copies(transfers),
@@ -231,8 +232,8 @@ def make_plan_report(options: PlanOptions, advance: Callable[[str], None] = lamb
         simulated_s=simulated,
         peers=tuple(compare(model_bytes, len(tensors), options.stages, cluster, seats)),
         planning_s=clock.laps,
-        nic_out=tuple(ways.nbytes[ways.of("nic out")].tolist()),
-        nic_in=tuple(ways.nbytes[ways.of("nic in")].tolist()),
+        links=links_of(transfers),
+        nics=nics_of(ways),
     )
 
 

@@ -1,14 +1,15 @@
-"""A plan for people: tables, a picture, and the command line's side of `rdt plan`."""
+"""A plan for people: tables, and the command line's side of `rdt plan`. The picture is drawn in `picture`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from ..commandline import console, progress
-from ..errors import RdtError
-from ..report import counted, save_figure, size, try_path
+from ..report import counted, size, try_path
+from .links import most_loaded, summaries
 from .options import PlanOptions
 from .report import PlanReport, make_plan_report, to_dict
 
@@ -34,6 +35,8 @@ def plan_command(target: TextIO, options: PlanOptions, *, as_json: bool = False,
     with progress("engine ranks", options.engine.ranks * options.engine.replicas, quiet=as_json) as update:
         report = make_plan_report(options, lambda done: update(advance=1 if done == "reader" else 0))
     if picture is not None:
+        from .picture import draw
+
         draw(picture, report)
     if as_json:
         target.write(json.dumps(to_dict(report), allow_nan=False) + "\n")
@@ -47,100 +50,146 @@ def plan_command(target: TextIO, options: PlanOptions, *, as_json: bool = False,
 def summary(report: PlanReport) -> str:
     """What is planned, in three lines."""
     cluster = report.cluster
-    simulated = "" if report.simulated_s is None else f" (simulated: {_s(report.simulated_s)})"
+    simulated = "" if report.simulated_s is None else f" (simulated: {seconds_text(report.simulated_s)})"
     return (
-        f"{report.model}: {counted(report.tensors, 'tensor')}, {size(report.model_bytes)}; {report.trainer} "
+        f"{report.model}: {counted(report.tensors, 'tensor')}, {bytes_text(report.model_bytes)}; {report.trainer} "
         f"({counted(report.source_ranks, 'source rank')}) -> {report.engine} ({counted(report.replicas, 'replica')}, "
         f"{counted(report.engine_ranks, 'engine rank')}), mode {report.mode}, landing {report.landing}\n"
         f"{counted(report.nodes, 'node')} of {counted(cluster['gpus'], 'GPU')}, {report.placement}: NVLink "
         f"{cluster['nvlink_gbs']:g} GB/s a GPU and direction, {counted(cluster['nics'], 'NIC')} of {cluster['nic_gbs']:g} GB/s a "
         f"node\n"
-        f"a sync moves {size(report.bytes)} over {counted(report.links, 'link')} in at most {counted(report.chunks, 'chunk')}; "
-        f"predicted {_s(report.seconds)}, of which wire and landing {_s(report.wire_s)}{simulated}"
+        f"a sync moves {bytes_text(report.bytes)} over {counted(len(report.links), 'link')} in at most "
+        f"{counted(report.chunks, 'chunk')}; predicted {seconds_text(report.seconds)}, of which wire and landing "
+        f"{seconds_text(report.wire_s)}{simulated}"
     )
 
 
 def tables(report: PlanReport) -> list[Any]:
-    """Phases, other designs, balance, copies and memory."""
+    """Phases, other designs, balance, the most loaded NICs, links, copies, memory and messages."""
+    return [
+        _phases(report), _peers(report), _balances(report), *_nics(report), _links(report), _copies(report),
+        *_memory(report),
+    ]  # fmt: skip
+
+
+def _table(title: str, left: str, *right: str, last: str = "", rows: Iterable[Sequence[str]], note: str = "") -> Any:
+    """A table under its title, which is no wider than its words, and over a note."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    def table(title: str, left: str, *right: str, last: str = "") -> Any:
-        made = Table(title=title, title_justify="left")
-        made.add_column(left)
-        for name in right:
-            made.add_column(name, justify="right")
-        if last:
-            made.add_column(last)
-        return made
+    made = Table()
+    made.add_column(left)
+    for name in right:
+        made.add_column(name, justify="right")
+    if last:
+        made.add_column(last)
+    for row in rows:
+        made.add_row(*row)
+    return Group(Text(f"\n{title}", style="bold"), made, *([Text(note, style="dim")] if note else []))
 
-    times = table("predicted sync", "phase", "time", last="bottleneck")
-    for phase in report.phases:
-        times.add_row(phase.name, _s(phase.seconds), phase.bottleneck)
-    others = table(
-        "other designs on the same machines, predicted", "design", "time", "than this plan", last="bottleneck"
-    )
-    for peer in report.peers:
-        others.add_row(peer.name, _s(peer.seconds), _beside(peer.seconds, report.seconds), peer.bottleneck)
-    balances = table("balance of bytes", "over", "count", "max", "mean", "max/mean", "floor")
-    for one in report.balances:
-        floor = f"{one.floor:.3f}" if one.floor > 1 else ""
-        balances.add_row(one.what, str(one.count), size(one.largest), size(one.mean), f"{one.ratio:.3f}", floor)
-    balances.caption = "floor: what the trainer's layout leaves to any choice of owners"
-    copies = table("copies of a sync", "links", "number", "copies", "reads", "bytes")
-    for row in report.copies:
-        copies.add_row(f"{row.kind}, {row.form}", str(row.links), str(row.copies), str(row.reads), size(row.bytes))
-    memory = table("memory of a rank, at most; messages when the group is made", "what", "bytes")
+
+def _phases(report: PlanReport) -> Any:
+    rows = [(phase.name, seconds_text(phase.seconds), phase.bottleneck) for phase in report.phases]
+    rows.append(("all", seconds_text(report.seconds), ""))
+    return _table("predicted sync", "phase", "time", last="bottleneck", rows=rows)
+
+
+def _peers(report: PlanReport) -> Any:
+    return _table(
+        "other designs on the same machines, predicted", "design", "time", "than this plan", last="bottleneck",
+        rows=[
+            (peer.name, seconds_text(peer.seconds), _beside(peer.seconds, report.seconds), peer.bottleneck)
+            for peer in report.peers
+        ],
+    )  # fmt: skip
+
+
+def _balances(report: PlanReport) -> Any:
+    is_bound = any(one.floor > 1 for one in report.balances)
+    note = "floor: what the trainer's layout leaves to any choice of owners" if is_bound else ""
+    return _table(
+        "balance of bytes", "over", "count", "all", "max", "mean", "max/mean", "floor",
+        rows=[
+            (
+                one.what, f"{one.count:,}", bytes_text(one.total), bytes_text(one.largest), bytes_text(one.mean),
+                f"{one.ratio:.3f}", f"{one.floor:.3f}" if one.floor > 1 else "",
+            )
+            for one in report.balances
+        ],
+        note=note,
+    )  # fmt: skip
+
+
+def _nics(report: PlanReport) -> list[Any]:
+    rows = []
+    for side, name in (("out", "owners', out"), ("in", "readers', in")):
+        mine = [nic.bytes for nic in report.nics if nic.side == side]
+        for nic in most_loaded(report.nics, side):
+            rows.append((name, str(nic), bytes_text(nic.bytes), f"{nic.bytes * len(mine) / sum(mine):.3f}"))
+    if not rows:
+        return []
+    note = "every NIC: --json, under nics"
+    return [_table("most loaded NICs", "side", "NIC", "bytes", "of the mean", rows=rows, note=note)]
+
+
+def _links(report: PlanReport) -> Any:
+    rows = [
+        (one.kind, f"{one.links:,}", *map(bytes_text, (one.bytes, one.smallest, one.median, one.largest)))
+        for one in summaries(report.links)
+    ]
+    note = "every link: --json, under links"
+    return _table("bytes of a link", "links", "number", "all", "smallest", "median", "largest", rows=rows, note=note)
+
+
+def _copies(report: PlanReport) -> Any:
+    rows = [
+        (f"{row.kind}, {row.form}", f"{row.links:,}", f"{row.copies:,}", f"{row.reads:,}", bytes_text(row.bytes))
+        for row in report.copies
+    ]
+    copies, reads = sum(row.copies for row in report.copies), sum(row.reads for row in report.copies)
+    if len(rows) > 1:
+        rows.append(("all", f"{len(report.links):,}", f"{copies:,}", f"{reads:,}", bytes_text(report.bytes)))
+    both = sum(row.links for row in report.copies) - len(report.links)
+    note = f"{counted(both, 'link')} with direct and packed copies: in both rows, once under all" if both else ""
+    return _table("copies of a sync", "on links", "number", "copies", "reads", "bytes", rows=rows, note=note)
+
+
+def _memory(report: PlanReport) -> list[Any]:
     kept, said = report.memory, report.control
-    for what, nbytes in (
+    memory = (
         ("source rank: registered", kept.source_registered),
         ("source rank: of it the snapshot's arena", kept.source_arena),
         ("source rank: pack arenas", kept.source_pack),
         ("engine rank: parameters written in place", kept.reader_registered),
         ("engine rank: receive buffer", kept.reader_buffer),
-        ("manifests of source ranks, all", said.manifests),
-        ("manifests as engine ranks read them, all", said.read),
-        ("requests of engine ranks, all", said.requests),
-    ):
-        memory.add_row(what, size(nbytes))
-    return [times, others, balances, copies, memory]
-
-
-def draw(path: Path, report: PlanReport) -> None:
-    """Draws bytes by NIC, and this plan's phases beside other designs, into a PNG.
-
-    Raises:
-        RdtError: matplotlib is not installed, or the file cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RdtError("drawing needs matplotlib, which is not installed; pip install 'rdt-core[demo]'") from error
-    # figure and canvas without pyplot: no global state, no window system
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1)
-    upper.bar(range(len(report.nic_out)), [n / 1e9 for n in report.nic_out], width=1.0, label="out of owners")
-    shift = len(report.nic_out)
-    upper.bar(
-        range(shift, shift + len(report.nic_in)), [n / 1e9 for n in report.nic_in], width=1.0, label="into readers"
     )
-    upper.set_xlabel("NIC")
-    upper.set_ylabel("GB a sync")
-    upper.set_title(f"{report.model}: {report.trainer} -> {report.engine}")
-    upper.legend()
-    start = 0.0
-    for phase in report.phases:
-        lower.barh("this plan", phase.seconds, left=start, label=phase.name)
-        start += phase.seconds
-    for peer in report.peers:
-        lower.barh(peer.name, peer.seconds, color="lightgrey")
-    lower.set_xlabel("seconds a sync, predicted")
-    lower.invert_yaxis()
-    lower.legend(fontsize="small")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.3)
-    save_figure(path, figure)
+    messages = (
+        ("manifests of source ranks", said.manifests),
+        ("manifests as engine ranks read them, each of them all", said.read),
+        ("requests of engine ranks", said.requests),
+    )
+    return [
+        _table(title, "what", "bytes", rows=[(what, bytes_text(nbytes)) for what, nbytes in rows])
+        for title, rows in (
+            ("memory of a rank, at most", memory),
+            ("messages when the group is made, all members together", messages),
+        )
+    ]
+
+
+def bytes_text(nbytes: float) -> str:
+    """As all of rdt writes sizes, with separators where a unit has thousands: "8,481.504 GB"."""
+    number, unit = size(nbytes).split(" ")
+    whole, dot, part = number.partition(".")
+    return f"{int(whole):,}{dot}{part} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """As "1.328 s", "12.50 ms" or "0.28 us"."""
+    if seconds >= 1:
+        return f"{seconds:,.3f} s"
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-5 else f"{1e6 * seconds:.2f} us"
 
 
 def _beside(seconds: float, plan_s: float) -> str:
@@ -149,7 +198,3 @@ def _beside(seconds: float, plan_s: float) -> str:
     if factor < _ALIKE:
         return "as fast"
     return f"{factor:.1f} x {'slower' if seconds > plan_s else 'faster'}"
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

@@ -30,8 +30,15 @@ class Resource:
     index: int
 
     def __str__(self) -> str:
-        what = "engine rank" if self.kind == "agent" else "NIC" if self.kind.startswith("nic") else "GPU"
-        return f"{self.kind} of node {self.node}, {what} {self.index}"
+        gpu = f"GPU {self.index} of node {self.node}"
+        return {
+            "nic out": f"out of NIC {self.index} of node {self.node}",
+            "nic in": f"into NIC {self.index} of node {self.node}",
+            "nvlink out": f"NVLink out of {gpu}",
+            "nvlink in": f"NVLink into {gpu}",
+            "copy": f"copies inside {gpu}",
+            "agent": f"NIXL agent of engine rank {self.index}",
+        }[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +47,8 @@ class Traffic:
 
     Attributes:
         resources: all of them, those that nothing uses included.
-        way: [N, WAY] index of each resource on the way of each transfer; 0 where there is none.
-        need: [N, WAY] seconds of it; 0 where there is none.
+        way: [N, K] index of each resource on the way of each transfer; 0 where there is none.
+        need: [N, K] seconds of it; 0 where there is none.
         nbytes: [R] bytes through each resource.
     """
 
