@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .clients import UpdateRequest
 from .protocol import ABORTED, NOT_OPEN
+from .steps import UpdateRequest
 
 #: seconds that the first steps wait for a sync
 LIMIT_S = 2.0

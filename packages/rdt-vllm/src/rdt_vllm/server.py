@@ -20,9 +20,9 @@ from rdt_core.errors import EngineError
 from rdt_core.servers import Generation
 
 from .ahead import Ahead, Policy, Sent, send
-from .clients import UpdateRequest
 from .plugin import BACKEND
 from .protocol import AT_STEP, RECEIVING
+from .steps import UpdateRequest
 from .versions import check_vllm
 
 __all__ = ["Generation", "VllmServer", "launch"]
