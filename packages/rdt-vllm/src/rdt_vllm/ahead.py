@@ -69,6 +69,7 @@ class Ahead:
         self._left: tuple[int, str] = (-1, "")  # `uses`, and the driver's mark, when the engine was let generate
         self._opening: _Opening | None = None
         self._over = ""  # ticket of what is not to be sent any more
+        self._refused = ""  # of what was not sent
         self._undoing = asyncio.Lock()  # first come, first served
         self._expiry: asyncio.Task[bool] | None = None
 
@@ -105,6 +106,7 @@ class Ahead:
             Whether they were sent.
         """
         if self._left != (self.uses, mark) or self._opening is not None or ticket == self._over:
+            self._refused = ticket
             return False
         self.uses += 1
         self._opening = _Opening(ticket, self.uses, policy, self.open(policy))
@@ -154,6 +156,8 @@ class Ahead:
         Returns:
             Whether the engine goes on as before.
         """
+        if ticket == self._refused:
+            return True
         opening = self._opening
         self._over = ticket  # it may not have come yet
         if opening is None or opening.ticket != ticket:
