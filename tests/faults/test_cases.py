@@ -38,6 +38,8 @@ CASES = {
     "epoch_advanced": (
         "sources=3 replicas=1+1; publish; source1 control.outcome 1 before kill & source0 publisher.write 1 after delay 1"
     ),
+    # not found by a campaign: the answer of an engine that goes on is lost, or it never hears that it may
+    "take_back_unheard": "sources=1 replicas=1+2; refused; source0 client.take_back:replica1/0 1 before drop",
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ TRIALS = {
     "begin-twice": ("sources=2 replicas=1; publish; source0 control.begin 1 before duplicate", "could not be healed"),
     "late-connect": ("sources=1 replicas=1; attach; replica0/0 landing.trace 1 before stop -1", "did harm"),
     "early": ("sources=2 replicas=1 mode=snapshot; publish; source0 publisher.write 1 before delay 0.1", "other weights"),
+    "take-back": ("sources=1 replicas=1; refused; ", "stand still"),
     "broken-links": (
         "sources=2 replicas=1 mode=bucket; publish; replica0/0 transfer.wait 2 before fail", "could not be healed"
     ),

@@ -69,7 +69,7 @@ class Ahead:
         self._left: tuple[int, str] = (-1, "")  # `uses`, and the driver's mark, when the engine was let generate
         self._opening: _Opening | None = None
         self._over = ""  # ticket of what is not to be sent any more
-        self._refused = ""  # of what was not sent
+        self._nothing = ""  # of what was not sent, or is taken back already
         self._undoing = asyncio.Lock()  # first come, first served
         self._expiry: asyncio.Task[bool] | None = None
 
@@ -106,7 +106,7 @@ class Ahead:
             Whether they were sent.
         """
         if self._left != (self.uses, mark) or self._opening is not None or ticket == self._over:
-            self._refused = ticket
+            self._nothing = ticket
             return False
         self.uses += 1
         self._opening = _Opening(ticket, self.uses, policy, self.open(policy))
@@ -156,7 +156,7 @@ class Ahead:
         Returns:
             Whether the engine goes on as before.
         """
-        if ticket == self._refused:
+        if ticket == self._nothing:
             return True
         opening = self._opening
         self._over = ticket  # it may not have come yet
@@ -178,6 +178,7 @@ class Ahead:
                 finished.exception() is None or any(text in str(finished.exception()) for text in NOT_OPEN)
             )
             if is_closed:
+                self._nothing = ticket
                 self.leave(opening.uses, mark)
             return is_closed
 

@@ -8,16 +8,18 @@ from .checks import Broken
 from .world import World
 
 #: deadlines one after the other, at most, until every source rank has its outcome: begin (and once more after replicas
-#: planned again), pause, begin, pull, finish, the failure told, abort, commit and what follows; joins and connects before
+#: planned again), what was sent ahead taken back, pause, begin, pull, finish, the failure told, abort, commit and what
+#: follows; joins, connects and pauses before
 STEPS = {
-    "publish": 6,
-    "move": 8,
-    "restart": 8,
-    "attach": 8,
-    "catch_up": 9,
-    "takeover": 10,
-    "usurp": 10,
-    "coordinator": 9,
+    "publish": 7,
+    "refused": 7,
+    "move": 9,
+    "restart": 10,
+    "attach": 10,
+    "catch_up": 11,
+    "takeover": 12,
+    "usurp": 12,
+    "coordinator": 10,
 }
 
 
@@ -64,6 +66,8 @@ def act(world: World, action: str, committed: int | None, limit_s: float) -> lis
             return _both(world, limit_s)
     elif action == "coordinator":
         world.kill_coordinator()
+    elif action == "refused":
+        return world.answers([world.ask(name, "publish", 0) for name in world.sources], limit_s)
     return world.publish(limit_s)
 
 

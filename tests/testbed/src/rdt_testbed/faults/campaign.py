@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import psutil
 
@@ -108,10 +109,16 @@ class Runner:
         world, checks = self._world_of(setup)
         try:
             world.arm([], is_calm=True)
-            world.expect(act(world, action, checks.version, world.calm_s))
+            found = act(world, action, checks.version, world.calm_s)
+            if action == "refused":
+                _refused(found)
+            else:
+                world.expect(found)
             passed = world.passed()
             world.calm()
-            checks.everybody(world.serving(world.calm_s))
+            serving = world.serving(world.calm_s)
+            checks.paused(serving)
+            checks.everybody(serving)
         except (AssertionError, RdtError) as error:
             self._throw_away()
             raise Broken(f"without a fault, {action}: {error}") from error
@@ -162,8 +169,9 @@ class Runner:
         world.release()
         serving = world.serving(4 * step_s + held_s + self.heartbeat.slack_s)
         checks.serving(serving)
+        checks.paused(serving)
         checks.success(trial, found, hit, serving)
-        checks.idle(self.heartbeat.slack_s)
+        checks.idle(trial, self.heartbeat.slack_s)
         wrong = heal(world)
         if wrong:
             raise Broken(f"the group could not be healed: {wrong}")
@@ -178,7 +186,7 @@ class Runner:
             child.signal(signal.SIGCONT)
         end = time.monotonic() + 1.5 * (world.timeout_s + world.grace_s)
         while time.monotonic() < end:
-            checks.everybody(world.serving(world.calm_s))
+            checks.everybody(world.serving(world.calm_s), may_pause=True)
             world.answers([], 0)
             time.sleep(0.05)
         try:
@@ -217,6 +225,11 @@ class Runner:
         if self._world is not None:
             world, self._world = self._world, None
             world.close()
+
+
+def _refused(found: Sequence[Any]) -> None:
+    wrong = [value for ok, value in found if not ok or value["error"] != "SyncError"]
+    assert not wrong, f"a version that is too low was not refused: {wrong}"
 
 
 def _runs(pid: int) -> bool:

@@ -63,6 +63,8 @@ class Checks:
             self._summary.latest = max(self._summary.latest, value["seconds"] / limit_s)
             if getattr(value.get("report"), "version", None) is not None:
                 self.versions.add(value["report"].version)
+                if trial.action == "refused":
+                    raise Broken(f"{name} published version {value['report'].version}, which is too low")
                 self._summary.longest_s = max(self._summary.longest_s, value["seconds"])
             if value["seconds"] > limit_s + slack_s:
                 raise Broken(f"{name} waited {value['seconds']:.2f} s; its deadlines allow {limit_s:.2f} s")
@@ -105,6 +107,31 @@ class Checks:
             if len(said) > 1:
                 raise Broken(f"engine ranks of {replica} serve versions {sorted(said)}")
 
+    def paused(self, serving: Serving) -> None:
+        """Who paused for a sync that could not begin goes on, or is known to stand still, and holds what it held."""
+        world = self._world
+        standing = {
+            replica: [(name, one) for name in names if (one := serving.get(name)) is not None and one["ahead"]]
+            for replica, names in world.replicas.items()
+        }
+        for name, one in (each for some in standing.values() for each in some):
+            self._summary.ahead += 1
+            if one["refusal"] is not None:
+                raise Broken(f"{name} only paused ahead of a sync, and is torn: {one['refusal']}")
+        if not world.is_alive("source0"):
+            return
+        ((ok, known),) = world.answers([world.ask("source0", "known")], world.calm_s)
+        if not ok or "attached" not in known:
+            return  # it did not join
+        for replica, some in standing.items():
+            if not some or replica not in known["attached"]:
+                continue
+            names = [name for name, _ in some]
+            if replica not in known["doubted"]:
+                raise Broken(f"{names} stand still for a sync that could not begin, and rank 0 takes them for serving")
+            if not any(repr(replica) in text for text in known["warned"]):
+                raise Broken(f"{names} stand still for a sync that could not begin, and nobody was warned: {known}")
+
     def success(self, trial: Trial, found: list[Any], hit: set[str], serving: Serving) -> None:
         """A success is one: every byte accounted for, everybody who is named serves the version, the others are named."""
         world = self._world
@@ -136,15 +163,18 @@ class Checks:
         for replica in report.replicas:
             readers = world.replicas[replica]
             late = [
-                reader for reader in readers if (one := serving.get(reader)) is None or one["version"] != report.version
-            ]
+                reader for reader in readers
+                if (one := serving.get(reader)) is None or one["version"] != report.version or one["is_paused"]
+            ]  # fmt: skip
             if late and not hit & set(readers):
                 raise Broken(f"version {report.version} was published, and {[(one, serving.get(one)) for one in late]}")
 
-    def idle(self, slack_s: float) -> None:
+    def idle(self, trial: Trial, slack_s: float) -> None:
         """No sync runs for ever once nobody cares for it."""
         world = self._world
-        end = time.monotonic() + 3 * world.timeout_s + slack_s
+        # three deadlines of its begin, which is up to three of the group's where rank 0 had to mend something first
+        begins = 1 if trial.action == "publish" and len(trial.faults) == 1 else 3
+        end = time.monotonic() + 3 * begins * world.timeout_s + slack_s
         while (status := world.status()) is not None and status.sync is not None:
             if time.monotonic() > end:
                 raise Broken(
@@ -152,12 +182,17 @@ class Checks:
                 )
             time.sleep(0.02)
 
-    def everybody(self, serving: Serving) -> None:
-        """Every engine rank serves the last version."""
+    def everybody(self, serving: Serving, *, may_pause: bool = False) -> None:
+        """Every engine rank serves the last version.
+
+        Args:
+            serving: what they say.
+            may_pause: a predecessor that is in the middle of a sync may pause an engine until the next one.
+        """
         self.serving(serving)
         for name in self._world.workers:
             one = serving.get(name)
-            if one is None or one["version"] != self._world.version:
+            if one is None or one["version"] != self._world.version or (one["is_paused"] and not may_pause):
                 raise Broken(f"{name} serves {one} instead of version {self._world.version}")
 
 

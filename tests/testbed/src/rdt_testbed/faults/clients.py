@@ -1,6 +1,7 @@
 """The engine client of a world: a replica of module workers that are reached over Unix sockets.
 
-Everything but the way to a worker is `ModuleReplica`'s own. Messages can be dropped, doubled and left unanswered.
+Everything but the way to a worker, and that it pauses, is `ModuleReplica`'s own. Messages can be dropped, doubled and left
+unanswered.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import select
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from rdt_core.engines import Ahead, ConnectInfo
 from rdt_core.errors import DeadlineError, EngineError
 from rdt_core.replica import ModuleReplica
 
@@ -35,6 +38,39 @@ class ProcessReplica(ModuleReplica):
         self._injector = injector
         self._idle: dict[str, list[socket.socket]] = {path: [] for path in paths}
         self._lock = threading.Lock()
+        #: names the stamp with which the engine was resumed last; empty: it has to be resumed once more before it pauses ahead
+        self.stamp = ""
+        self.receive = self._receive  # workers pause by themselves then
+        self.ahead: Ahead = _Ahead(self)
+
+    def connect(self, info: ConnectInfo, *, deadline: float) -> None:
+        """See `EngineClient.connect`."""
+        if not info.check:
+            self.stamp = ""
+        super().connect(info, deadline=deadline)
+
+    def pause(self, *, deadline: float) -> None:
+        """See `EngineClient.pause`."""
+        self.stamp = ""
+        self._all("pause", deadline=deadline)
+
+    def _receive(self, version: int, *, deadline: float) -> dict[str, float]:
+        self.stamp = ""
+        return super()._receive(version, deadline=deadline)
+
+    def resume(self, *, deadline: float) -> None:
+        """See `EngineClient.resume`."""
+        stamp = uuid.uuid4().hex
+        self._all("resume", stamp, deadline=deadline)
+        self.stamp = stamp
+
+    def send_ahead(self, ticket: str) -> None:
+        """Sends every worker word to pause. The answers are not read: nobody waits for them."""
+        for rank, path in enumerate(self._paths):
+            call = self._start(rank, path, "pause_ahead", (ticket, self.stamp))
+            if call.sock is not None:
+                call.sock.close()
+            call.was_sent()
 
     def forget(self) -> None:
         """Drops the connections to workers: others took their places."""
@@ -108,6 +144,28 @@ class ProcessReplica(ModuleReplica):
         return later is None or later.kind != "lose"
 
 
+class _Ahead:
+    """Implements `rdt_core.engines.Ahead`."""
+
+    def __init__(self, replica: ProcessReplica) -> None:
+        self._replica = replica
+        self._ticket = ""
+
+    def send(self) -> bool:
+        if not self._replica.stamp:
+            return False
+        self._ticket = uuid.uuid4().hex
+        self._replica.send_ahead(self._ticket)
+        return True
+
+    def take_back(self, *, deadline: float) -> bool:
+        stamp, self._replica.stamp = self._replica.stamp, ""
+        done = all(self._replica._all("take_back", self._ticket, deadline=deadline))
+        if done:
+            self._replica.stamp = stamp
+        return done
+
+
 class _Call:
     """One call of one worker. Without a connection and an error nothing was sent, and no answer will come."""
 
@@ -116,6 +174,10 @@ class _Call:
         self.sock: socket.socket | None = None
         self.error: Exception | None = None
         self._owner, self._path, self._method, self._phase, self._count = owner, path, method, phase, count
+
+    def was_sent(self) -> None:
+        """Its answer will not be read."""
+        self._owner.answered(self._phase, self._count)
 
     def is_over(self, deadline: float) -> bool:
         """Whether `result` need not wait."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rdt_core import driver
 from rdt_core.coordinator import Coordinator
 from rdt_core.errors import MembershipError
 from rdt_core.replica import ModuleWorker
@@ -28,6 +29,7 @@ from . import channel, model, mutations
 from .clients import ProcessReplica
 from .control import SocketControl, serve
 from .faults import Setup
+from .pausing import Pausing
 from .points import Injector, wrap_classes
 
 GROUP = "faults"
@@ -168,6 +170,8 @@ def source(
     syncs: list[WeightSync] = []
     limits = {"timeout_s": timeout_s, "grace_s": grace_s}
     clients = {name: ProcessReplica(name, paths, server.injector) for name, paths in replicas.items()}
+    warned: list[str] = []
+    driver.log.warning = lambda text, *args: warned.append(text % args)  # type: ignore[method-assign,assignment]
 
     def find(limit_s: float | None = None) -> SocketControl:
         if rank == 0:
@@ -215,6 +219,12 @@ def source(
             return {"error": name, "message": message, "seconds": time.monotonic() - began}
         return {"error": "", "report": report, "seconds": time.monotonic() - began}
 
+    def known() -> dict[str, Any]:
+        """Replicas that it drives, those among them that connect again first, and what it warned of since it was asked last."""
+        driven = joined()._driver
+        told, warned[:] = list(warned), []
+        return {"attached": set(driven.clients), "doubted": set(driven.doubted), "warned": told}
+
     server.start()
     server.run(
         {
@@ -228,6 +238,7 @@ def source(
             "detach": lambda name: timed(lambda: joined().detach(name)),
             "catch_up": lambda: timed(lambda: joined().catch_up()),
             "attached": lambda: list(joined()._driver.clients),
+            "known": known,
             "forget": lambda name: clients[name].forget(),
             "leave": lambda: joined().leave(),
         }
@@ -262,6 +273,7 @@ def worker(
         return control
 
     made = ModuleWorker(lambda: model.Served(rank, world_size), rank, world_size, model.load, find)
+    pausing = Pausing(made)
 
     def limit(timeout_s: float, grace_s: float) -> None:
         limits.update(timeout_s=timeout_s, grace_s=grace_s)
@@ -271,15 +283,16 @@ def worker(
             made.receiver.timeout_s = timeout_s
 
     def serving() -> dict[str, Any]:
-        """What this engine rank says that it serves, and the digest of what it would serve."""
+        """What this engine rank says that it serves, the digest of what it would serve, and whether it generates."""
+        said = {"version": made.version(), "is_paused": pausing.is_paused, "ahead": pausing.ahead}
         try:
             state = made.state()
         except Exception as error:
-            return {"version": made.version(), "digest": "", "refusal": channel.describe(error)}
-        return {"version": made.version(), "digest": model.digest(state), "refusal": None}
+            return {**said, "digest": "", "refusal": channel.describe(error)}
+        return {**said, "digest": model.digest(state), "refusal": None}
 
-    methods = ("connect", "pull", "finish", "receive", "commit", "abort", "version", "close", "pause", "resume")
-    handlers: dict[str, Callable[..., Any]] = {name: getattr(made, name) for name in methods if hasattr(made, name)}
-    handlers |= {"limit": limit, "serving": serving}
+    methods = ("pull", "finish", "commit", "version", "close")
+    handlers: dict[str, Callable[..., Any]] = {name: getattr(made, name) for name in methods}
+    handlers |= {**pausing.handlers(), "limit": limit, "serving": serving}
     server.start()
     server.run(handlers, "worker")

@@ -11,6 +11,7 @@ from typing import Any
 from rdt_core.connection import Connection
 from rdt_core.control import Control
 from rdt_core.coordinator import Coordinator
+from rdt_core.driver import Driver
 from rdt_core.members import Members, Source
 from rdt_core.receiver import Receiver
 from rdt_core.record import SyncRecord
@@ -122,6 +123,11 @@ def _early() -> None:
     _set(Connection, "is_readable_at_once", property(lambda self: bool(self.steps)))
 
 
+def _take_back() -> None:
+    """Engines that paused for a sync that could not begin are forgotten."""
+    _set(Driver, "take_back", lambda self, told, timeout_s: None)
+
+
 #: name of the mechanism that is switched off
 MUTATIONS: dict[str, Callable[[], None]] = {
     "accounts": _accounts,
@@ -137,6 +143,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "late-connect": _late_connect,
     "broken-links": _broken_links,
     "early": _early,
+    "take-back": _take_back,
 }
 
 

@@ -13,7 +13,7 @@ from .faults import CORRUPT, FAIL, FILL, FLIP, LATE, ZOMBIE, Fault, Setup, Trial
 
 #: what a group does in a trial, and how often
 ACTIONS = {
-    "publish": 10, "move": 3, "restart": 2, "attach": 2, "catch_up": 2, "takeover": 2, "usurp": 1, "coordinator": 2
+    "publish": 10, "refused": 2, "move": 3, "restart": 2, "attach": 2, "catch_up": 2, "takeover": 2, "usurp": 1, "coordinator": 2
 }  # fmt: skip
 #: points that only a group passes in which something failed already
 _FAILING = {
@@ -50,7 +50,7 @@ Passed = Mapping[str, Mapping[str, int]]
 def draw_setup(rng: random.Random, kinds: Sequence[str] = ()) -> Setup:
     """Draws what a world is made of, for faults of some kinds (none: all)."""
     return Setup(
-        sources=rng.choice((1, 2, 2, 3)),
+        sources=rng.choice((1, 1, 2, 2, 3)),
         replicas=rng.choice(((1,), (2,), (1, 1), (1, 2), (1, 2), (2, 1, 1))),
         mode=rng.choice(("live", "snapshot", "bucket")),
         policy=rng.choice(("require_all", "best_effort")),

@@ -53,6 +53,7 @@ class Summary:
         actions: trials by what the group did.
         outcomes: of syncs under faults, by error class; "" is a success.
         checked: digests of engine ranks that said they serve a version.
+        ahead: engine ranks that were found paused ahead of a sync that did not begin.
         longest_s: of a sync under faults, in seconds.
         latest: the greatest part of its deadlines that a source rank's call took.
         zombies: processes that went on after they had been replaced.
@@ -67,6 +68,7 @@ class Summary:
     actions: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     checked: int = 0
+    ahead: int = 0
     longest_s: float = 0.0
     latest: float = 0.0
     zombies: int = 0
@@ -93,6 +95,6 @@ class Summary:
             f"{self.faults} faults in {self.trials} trials and {self.worlds} worlds, {self.seconds:.0f} s "
             f"({self.missed} more did not come to pass)\n  actions: {listed(self.actions)}\n  kinds: {listed(kinds)}\n"
             f"  phases: {listed(phases)}\n  outcomes: {listed(self.outcomes)}\n  {self.checked} digests checked, "
-            f"{self.zombies} zombies woken, longest sync {self.longest_s:.2f} s, at most {self.latest:.0%} of the "
-            f"deadlines used, {len(self.failures)} promises broken"
+            f"{self.ahead} left paused ahead, {self.zombies} zombies woken, longest sync {self.longest_s:.2f} s, "
+            f"at most {self.latest:.0%} of the deadlines used, {len(self.failures)} promises broken"
         )
