@@ -2,7 +2,7 @@
 
 `RayMetrics` is an observer of `outcomes`. It records in the process that publishes, source rank 0, in microseconds. Ray
 exports metrics only where its optional parts are installed (`rdt-core[metrics]` brings them); where they are not, nothing is
-recorded and one warning says so.
+recorded and one line of the log says so: a warning, if metrics were asked for.
 """
 
 from __future__ import annotations
@@ -45,9 +45,14 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 
 class RayMetrics:
-    """Records every sync as Ray metrics. Off, with one warning, where Ray exports none on this node."""
+    """Records every sync as Ray metrics. Off, with one line of the log, where Ray exports none on this node.
 
-    def __init__(self) -> None:
+    Args:
+        asked: whether somebody asked for metrics: that line is a warning then.
+    """
+
+    def __init__(self, *, asked: bool = True) -> None:
+        self._level = logging.WARNING if asked else logging.INFO
         self._metrics: dict[str, Any] | None = None
         self._is_off = False
         self._states: set[str] = set(STATES)
@@ -60,7 +65,7 @@ class RayMetrics:
         if self._metrics is None and not self._is_off:
             reason = missing()
             if reason:
-                log.warning("syncs are not recorded as Ray metrics: %s; observers=[] at join asks for none", reason)
+                log.log(self._level, "syncs are not recorded as Ray metrics: %s", reason)
                 self._is_off = True
             else:
                 self._metrics = _make()

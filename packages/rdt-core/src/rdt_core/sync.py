@@ -162,7 +162,7 @@ class WeightSync(Attaching):
             takeover: this process takes the place of a source rank that died; if that one lives after all, its calls are
                 refused.
             observers: functions that are told what became of every sync, on rank 0 only, e.g. `JsonLines("syncs.jsonl")`.
-                Default: `[RayMetrics()]`.
+                Default: `[RayMetrics(asked=False)]`, which is quiet where Ray exports none.
             namespace: Ray namespace of the coordinator.
             address: of the Ray cluster; default: the one this process is connected to, or RAY_ADDRESS.
 
@@ -190,7 +190,7 @@ class WeightSync(Attaching):
             _open_living(open, timeout_s), source, group=group, rank=rank, world_size=world_size, mode=mode, kinds=kinds,
             bucket_bytes=bucket_bytes, lookahead=lookahead, timeout_s=timeout_s, pack_threshold=pack_threshold,
             slow_links=slow_links, policy=policy, verify=verify, takeover=takeover, namespace=namespace,
-            observers=[RayMetrics()] if observers is None else observers,
+            observers=[RayMetrics(asked=False)] if observers is None else observers,
             address=ray.get_runtime_context().gcs_address, reopen=open,
         )  # fmt: skip
 
