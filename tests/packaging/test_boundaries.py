@@ -47,7 +47,7 @@ ORDER = (
     ("errors", "logline"),
     ("wire", "distributions"),
     ("versions", "geometry", "layout", "gpus", "placement", "notation", "timeline", "settings"),
-    ("declared", "commandline", "trainers"),
+    ("declared", "commandline", "trainers", "manifests"),
     ("tracing", "routing", "sources", "memory"),
     ("landing", "planning", "precision", "transport"),
     ("linking", "digests"),

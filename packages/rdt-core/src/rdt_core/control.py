@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from . import wire
+from . import manifests, wire
 from .checks import Landed
 from .coordinator import Coordinator
 from .errors import CoordinatorLostError, DeadlineError, RdtError, SyncError, WireError, death_of
@@ -83,8 +83,8 @@ class Control(ABC):
 
     def sources(self, timeout_s: float) -> tuple[int, list[wire.SourceManifest]]:
         """See `Coordinator.sources`."""
-        epoch, manifests = self._long("sources", timeout_s=timeout_s)
-        return epoch, [wire.decode(manifest, wire.SourceManifest) for manifest in manifests]
+        epoch, joined = self._long("sources", timeout_s=timeout_s)
+        return epoch, manifests.split(joined)
 
     def connect(self, manifest: wire.EngineManifest, epoch: int | None = None) -> None:
         """See `Coordinator.connect`."""
@@ -108,8 +108,8 @@ class Control(ABC):
 
     def replica_ready(self, replica: str, timeout_s: float) -> list[wire.EngineManifest]:
         """See `Coordinator.replica_ready`."""
-        manifests = self._long("replica_ready", replica, timeout_s=timeout_s)
-        return [wire.decode(manifest, wire.EngineManifest) for manifest in manifests]
+        ranks = self._long("replica_ready", replica, timeout_s=timeout_s)
+        return [wire.decode(one, wire.EngineManifest) for one in ranks]
 
     def begin(
         self,

@@ -109,14 +109,14 @@ class Coordinator(SyncCalls):
         )
         await self._syncs.wait(self._members.joined, timeout_s, everybody)
 
-    async def sources(self, timeout_s: float) -> tuple[int, list[bytes]]:
-        """Returns the epoch and the `SourceManifest` of every rank, in order, once all have joined.
+    async def sources(self, timeout_s: float) -> tuple[int, bytes]:
+        """Returns the epoch and, once all have joined, the `SourceManifest`s of all ranks, in order, joined (`manifests.join`).
 
         Raises:
             DeadlineError: names the ranks that have not joined.
         """
         await self.joined(timeout_s)
-        return self._members.epoch, [self._members.sources[rank].data for rank in range(self.world_size)]
+        return self._members.epoch, self._members.manifests()
 
     # --- engine ranks
 

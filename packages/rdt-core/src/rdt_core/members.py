@@ -19,6 +19,7 @@ from . import wire
 from .declared import Declared
 from .errors import MembershipError, SyncError, TakenOverError, VersionError, WireError
 from .gates import Gate, member_name
+from .manifests import join as joined_manifests
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +144,7 @@ class Members:
         self.terms: dict[int, int] = {}  # by source rank, where a process took another one's place
         self._ever_joined: set[int] = set()
         self._declared: Declared | None = Declared()  # None until made again, after a rank left or changed
+        self._manifests: tuple[list[bytes], bytes] | None = None  # each rank's, and all joined
 
     def learn(self, terms: Mapping[int, int]) -> None:
         """Takes what a rank knows about who took whose place; a process of an earlier term is a member no more."""
@@ -219,6 +221,13 @@ class Members:
             return None
         self.epoch += 1
         return rank
+
+    def manifests(self) -> bytes:
+        """The manifests of all source ranks, which have joined, as `manifests.join` makes one message of them."""
+        data = [self.sources[rank].data for rank in range(self.world_size)]
+        if self._manifests is None or self._manifests[0] != data:
+            self._manifests = data, joined_manifests([wire.decode(one, wire.SourceManifest) for one in data])
+        return self._manifests[1]
 
     def leave(self, rank: int, token: str) -> bool:
         """Removes a source rank. Returns False if it is not a member. Raises MembershipError for another's token."""

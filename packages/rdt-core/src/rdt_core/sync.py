@@ -214,10 +214,10 @@ class WeightSync(Attaching):
             verify: default: as at `join`; the same on every rank.
 
         Returns:
-            What the sync did, the same on every rank, but for the single links of large groups (`MAX_TOLD_LINKS`), which rank 0
-            alone is told, and for what comes after the commit: rank 0's `seconds` and `phases` go on until the replicas serve,
-            those of the other ranks end where the commit begins. With policy "best_effort" its `failed` names replicas that were
-            left out; one that could not be stamped or resumed after the commit is named on rank 0 only.
+            What the sync did, the same on every rank, but for the engine ranks and links of large groups (`MAX_TOLD_LINKS`), of
+            which rank 0 alone is told, and for what comes after the commit: rank 0's `seconds` and `phases` go on until the
+            replicas serve, those of the other ranks end where the commit begins. With policy "best_effort" its `failed` names
+            replicas that were left out; one that could not be stamped or resumed after the commit is named on rank 0 only.
 
         Raises:
             SyncError: the sync failed; the same message on every rank. Where bytes that landed differ from their owner's it

@@ -18,8 +18,8 @@ from .gates import member_name
 from .members import Members
 from .syncs import Syncs
 
-#: links that every source rank is told of after a sync; of more than these only the driver learns each
-MAX_TOLD_LINKS = 4096
+#: links with whose readers' accounts every source rank is told of a sync; of more than these only the driver is
+MAX_TOLD_LINKS = 1024
 #: calls that every sync makes, whose arguments and results msgpack can carry; see `SyncCalls.plain`
 PLAIN = frozenset({"begin", "published", "enter", "await_round", "done", "commit", "outcome"})
 #: phases of a replica in which none of its ranks has received anything
@@ -414,7 +414,7 @@ class SyncCalls:
         encoded = wire.encode(report)
         brief = report.without_timelines()
         if len(report.links) > MAX_TOLD_LINKS:
-            brief = brief.without_links()
+            brief = brief.in_short()
         record.brief = wire.encode(brief)
         self._version = record.version
         for name in record.dropped:
@@ -431,8 +431,8 @@ class SyncCalls:
     async def outcome(self, sync: int, rank: int, timeout_s: float, timeline: bytes | None = None) -> bytes:
         """Returns the `SyncReport` once every engine rank has accounted for its bytes and the driver committed.
 
-        Without timelines, and without its links where there are more than `MAX_TOLD_LINKS`: they grow with readers times
-        source ranks, and all source ranks ask.
+        Without timelines, and without the accounts of engine ranks where these have more than `MAX_TOLD_LINKS` links: they grow
+        with engine ranks times source ranks, and all source ranks ask.
 
         Args:
             sync: the sync's id.

@@ -274,11 +274,9 @@ class SyncReport(Struct, frozen=True):
     def __repr__(self) -> str:
         return f"<SyncReport: {log_line(self)}>"
 
-    def without_links(self) -> SyncReport:
-        """The same report, in which no reader names its links."""
-        return msgspec.structs.replace(
-            self, readers=tuple(msgspec.structs.replace(reader, links=()) for reader in self.readers)
-        )
+    def in_short(self) -> SyncReport:
+        """The same report without what grows with the engine ranks: their accounts, with their links."""
+        return msgspec.structs.replace(self, readers=())
 
     def without_timelines(self) -> SyncReport:
         """The same report, in which nobody says when it did what."""

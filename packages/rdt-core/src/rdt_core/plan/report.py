@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from .. import wire
+from ..manifests import join
 from ..routing import Routing
 from ..shapes import tensors_of
 from . import traffic
@@ -75,7 +76,7 @@ class ControlBytes:
 
     Attributes:
         manifests: that source ranks declare.
-        read: manifests that engine ranks read: all of them, each.
+        read: manifests that engine ranks read: all of them, each, as one message.
         requests: that engine ranks declare, and owners read.
     """
 
@@ -201,6 +202,7 @@ def make_plan_report(options: PlanOptions, advance: Callable[[str], None] = lamb
         for source, size in plan.pack_bytes.items():
             packs[source] += size
     declared = sum(len(wire.encode(manifest)) for manifest in manifests)
+    read = len(join(manifests)) * len(plans)
     return PlanReport(
         model=options.model,
         trainer=options.trainer_text,
@@ -226,7 +228,7 @@ def make_plan_report(options: PlanOptions, advance: Callable[[str], None] = lamb
             reader_registered=0 if ring else max(plan.parameter_bytes for plan in plans),
             reader_buffer=max(plan.receive_bytes for plan in plans),
         ),
-        control=ControlBytes(declared, declared * len(plans), sum(plan.control_bytes for plan in plans)),
+        control=ControlBytes(declared, read, sum(plan.control_bytes for plan in plans)),
         phases=tuple(found),
         seconds=sum(phase.seconds for phase in found),
         simulated_s=simulated,
