@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import RdtError
 from ..report import counted, save_figure
+from .figures import bytes_text, seconds_text
 from .report import PlanReport
-from .show import bytes_text, seconds_text
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 #: NICs up to which every bar has its number

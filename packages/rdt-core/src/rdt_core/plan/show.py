@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..commandline import console, progress
-from ..report import counted, size, try_path
+from ..report import counted, try_path
+from .figures import bytes_text, seconds_text
 from .links import most_loaded, summaries
 from .options import PlanOptions
 from .report import PlanReport, make_plan_report, to_dict
@@ -176,20 +177,6 @@ def _memory(report: PlanReport) -> list[Any]:
             ("messages when the group is made, all members together", messages),
         )
     ]
-
-
-def bytes_text(nbytes: float) -> str:
-    """As all of rdt writes sizes, with separators where a unit has thousands: "8,481.504 GB"."""
-    number, unit = size(nbytes).split(" ")
-    whole, dot, part = number.partition(".")
-    return f"{int(whole):,}{dot}{part} {unit}"
-
-
-def seconds_text(seconds: float) -> str:
-    """As "1.328 s", "12.50 ms" or "0.28 us"."""
-    if seconds >= 1:
-        return f"{seconds:,.3f} s"
-    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-5 else f"{1e6 * seconds:.2f} us"
 
 
 def _beside(seconds: float, plan_s: float) -> str:
