@@ -8,7 +8,6 @@ replica that failed is never resumed: it is told to abort, and stays as it is un
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -168,8 +167,6 @@ class Round:
         clients: of the replicas that take part.
         policy: "require_all" or "best_effort".
         timeout_s: deadline of each step of each replica, in seconds.
-        phases: filled with the seconds of the slowest replica, by phase; "call" is what a call in which an engine takes its steps
-            took beside them.
         caller: source rank and token of the driver.
         timeline: filled with each step of each replica.
 
@@ -186,7 +183,6 @@ class Round:
         *,
         policy: str,
         timeout_s: float,
-        phases: dict[str, float],
         caller: tuple[int, str],
         timeline: Recorder,
     ) -> None:
@@ -198,16 +194,20 @@ class Round:
         self._clients = list(clients)
         self._policy = policy
         self._timeout_s = timeout_s
-        self._phases = phases
-        self._lock = threading.Lock()
-        self._steps: dict[str, dict[str, float]] = {}
-        self._shown: dict[str, float] = {}
+        self._steps: dict[str, dict[str, float]] = {client.name: {} for client in clients}
         self.failed: dict[str, str] = {}
 
     @property
     def names(self) -> list[str]:
         """Replicas of this sync."""
         return [client.name for client in self._clients]
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase of the replica that took longest; "call" is what a call took beside the steps that it took.
+
+        Of one replica, since the longest of each phase would add up to more than the sync took.
+        """
+        return max(self._steps.values(), key=lambda steps: sum(steps.values()), default={})
 
     def tasks(self) -> list[Callable[[], None]]:
         """One task for each replica: pause, begin, pull, finish. They may run side by side.
@@ -249,15 +249,7 @@ class Round:
     def _took(self, client: EngineClient, step: str, began: float, ended: float) -> float:
         name = "engine_begin" if step == "begin" else step
         self._timeline.add(name, began, ended, track=client.name)
-        with self._lock:
-            own = self._steps.setdefault(client.name, {})
-            own[name] = ended - began
-            # all of one replica, which took longest in all: the longest of each would add up to more than the sync took
-            if sum(own.values()) >= sum(self._shown.values()):
-                for other in self._shown:
-                    self._phases.pop(other, None)
-                self._shown = dict(own)
-                self._phases.update(own)
+        self._steps[client.name][name] = ended - began
         return ended
 
     def _tell(self, replica: str, phase: str, error: Exception) -> RdtError:

@@ -7,7 +7,7 @@ it, and knows them by their fields only. Bytes are bytes, GB is 1e9 bytes, secon
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ def one_line(text: str, most: int = 240) -> str:
     """Returns a message, which may have several lines and be long, in one line of at most so many characters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def rest(phases: Mapping[str, float], seconds: float) -> float:
+    """Returns what of a sync's seconds is in no phase."""
+    return max(0.0, seconds - sum(phases.get(name, 0.0) for name in SEQUENCE))
 
 
 def shown_phases(report: SyncReport) -> dict[str, float]:

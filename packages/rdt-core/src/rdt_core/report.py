@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import RdtError
-from .logline import BESIDE, LEAST_S, SEQUENCE, shown_phases
+from .logline import BESIDE, LEAST_S, rest, shown_phases
 from .logline import LEAST_BYTES as LEAST_BYTES
 from .logline import counted as counted
 from .logline import link_name as link_name
@@ -51,8 +51,8 @@ def to_the_end(report: SyncReport, *, commit_s: float, stamp_s: float, seconds: 
         seconds: of the whole sync. What is in no phase is phase "rest", so that they add up to it.
     """
     phases = {**report.phases, "commit": commit_s, "stamp": stamp_s}
-    rest = max(0.0, seconds - sum(phases.get(name, 0.0) for name in SEQUENCE))
-    return msgspec.structs.replace(report, seconds=seconds, phases={**phases, "rest": rest, "total": seconds})
+    phases |= {"rest": rest(phases, seconds), "total": seconds}
+    return msgspec.structs.replace(report, seconds=seconds, phases=phases)
 
 
 def by_kind(report: SyncReport) -> dict[str, LinkReport]:
@@ -298,6 +298,25 @@ def save_figure(path: str | os.PathLike[str], figure: Figure, form: str = "png")
     write_whole(path, drawn.getvalue())
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty figure, drawn without pyplot: no global state, no window system.
+
+    Args:
+        width, height: in inches.
+
+    Raises:
+        RdtError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RdtError("drawing needs matplotlib, which is not installed; pip install 'rdt-core[demo]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def plot(path: str | os.PathLike[str], steps: Sequence[Mapping[str, Any]]) -> None:
     """Draws reward and sync time over the versions into a PNG.
 
@@ -308,15 +327,8 @@ def plot(path: str | os.PathLike[str], steps: Sequence[Mapping[str, Any]]) -> No
     Raises:
         RdtError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RdtError("drawing needs matplotlib, which is not installed; pip install 'rdt-core[demo]'") from error
     versions = [step["version"] for step in steps]
-    # figure and canvas without pyplot: no global state, no window system
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 6)
     upper, lower = figure.subplots(2, 1, sharex=True)
     upper.plot(versions, [step["reward"] for step in steps], marker="o", color="tab:blue")
     upper.set_ylabel("reward")

@@ -344,7 +344,6 @@ class WeightSync(Attaching):
             clients,
             policy=policy,
             timeout_s=timeout_s,
-            phases=phases,
             caller=(self.rank, self._token),
             timeline=self._timeline,
         )
@@ -364,7 +363,7 @@ class WeightSync(Attaching):
             self.version = version
             return report
         committing = time.perf_counter()
-        phases["total"] = committing - began
+        phases |= {**drive.phases(), "total": committing - began}
         try:
             report = self._control.commit(
                 sync, self.rank, phases["total"], phases, {**out, **drive.failed}, timeout_s=timeout_s

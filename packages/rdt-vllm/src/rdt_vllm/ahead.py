@@ -57,16 +57,13 @@ class Ahead:
     Args:
         llm: vLLM's `AsyncLLM`, whose EngineCore executes calls in the order in which they come.
         limit_s: after so many seconds without a sync the engine goes on.
-
-    Attributes:
-        uses: counts whoever used the engine in a way that a driver has to know of.
     """
 
     def __init__(self, llm: Any, limit_s: float = LIMIT_S) -> None:
         self._llm = llm
         self._limit_s = limit_s
-        self.uses = 0
-        self._left: tuple[int, str] = (-1, "")  # `uses`, and the driver's mark, when the engine was let generate
+        self._uses = 0  # counts whoever used the engine in a way that a driver has to know of
+        self._left: tuple[int, str] = (-1, "")  # `_uses`, and the driver's mark, when the engine was let generate
         self._opening: _Opening | None = None
         self._over = ""  # ticket of what is not to be sent any more
         self._nothing = ""  # of what was not sent, or is taken back already
@@ -105,11 +102,11 @@ class Ahead:
         Returns:
             Whether they were sent.
         """
-        if self._left != (self.uses, mark) or self._opening is not None or ticket == self._over:
+        if self._left != (self._uses, mark) or self._opening is not None or ticket == self._over:
             self._nothing = ticket
             return False
-        self.uses += 1
-        self._opening = _Opening(ticket, self.uses, policy, self.open(policy))
+        self._uses += 1
+        self._opening = _Opening(ticket, self._uses, policy, self.open(policy))
         self._expiry = asyncio.ensure_future(self._expire(ticket, mark))
         return True
 
@@ -136,8 +133,8 @@ class Ahead:
         Returns:
             Of which number this use is.
         """
-        self.uses += 1
-        uses = self.uses
+        self._uses += 1
+        uses = self._uses
         async with self._undoing:
             opening, self._opening = self._opening, None
             if opening is not None:
@@ -164,7 +161,7 @@ class Ahead:
             return False
         await _settled(opening.sent)  # a pause that comes after the resumption would be for ever
         async with self._undoing:
-            if self._opening is not opening or self.uses != opening.uses:
+            if self._opening is not opening or self._uses != opening.uses:
                 return False  # who uses it now undoes it
             self._opening = None
             self._forget()

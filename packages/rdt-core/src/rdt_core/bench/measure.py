@@ -18,7 +18,7 @@ import msgspec
 from .. import wire
 from ..connector import DEFAULT_KINDS
 from ..errors import DeadlineError, RdtError
-from ..logline import SEQUENCE
+from ..logline import rest
 from ..shapes import checkpoint_tensors
 from . import digests
 from .collectives import one_gpu_each
@@ -200,10 +200,7 @@ class _Run:
         links = reports[-1].links
         self.wanted[len(self.report.cells)] = _wanted(reports[-1])
         slowest = [max(report.readers, key=_busy) for report in reports]
-        phases = [
-            {**report.phases, "rest": seconds - sum(report.phases.get(name, 0.0) for name in SEQUENCE)}
-            for seconds, report in taken[1:]
-        ]
+        phases = [{**report.phases, "rest": rest(report.phases, seconds)} for seconds, report in taken[1:]]
         reader_phases = [reader.phases for reader in slowest]
         ranks = [_rank(reader) for reader in slowest]
         done = msgspec.structs.replace(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..notation import OptionError
-from ..report import save_figure, size
+from ..report import new_figure, save_figure, size
 from .options import PLOTS
 from .results import BenchReport, Cell, fastest, p50, ratio
 
@@ -69,9 +69,6 @@ def draw(report: BenchReport, path: Path) -> None:
     Raises:
         RdtError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     cells = [cell for cell in report.cells if not cell.error]
     peers = [row for row in report.peers if row.seconds]
     if not cells and not peers:
@@ -79,9 +76,7 @@ def draw(report: BenchReport, path: Path) -> None:
         return
     rows = len(cells) + (len(peers) + 1 if peers else 0)
     heights = [len(cells) + 1.5] * bool(cells) + [len(peers) + 2.5] * bool(peers)
-    # figure and canvas without pyplot: no global state, no window system
-    figure = Figure(figsize=(10, 2.6 + 0.34 * rows + (0.9 if peers else 0.0)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 2.6 + 0.34 * rows + (0.9 if peers else 0.0))
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     figure.suptitle(
         f"{report.model}, {size(report.bytes)}: {report.trainer} to {report.engine} on {report.device_name}; "

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from ..logline import SEQUENCE, rest
+from ..report import new_figure
 from ..wire import LinkReport, Struct
-
-#: the phases of a sync that follow one another; others overlap with these
-SEQUENCE = ("begin", "pause", "engine_begin", "pull", "finish", "call", "commit", "stamp")
 
 
 class StepReport(Struct, frozen=True):
@@ -61,13 +60,10 @@ def draw(report: DemoReport, path: Path) -> None:
         report: of the run, at least one step.
         path: the file to write.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     versions = [step.version for step in report.steps]
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 6)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     top.plot(
         [0, *versions], [report.checkpoint.reward, *(step.reward for step in report.steps)], marker="o", color="#1f6fb2"
@@ -95,4 +91,4 @@ def draw(report: DemoReport, path: Path) -> None:
 def _part(step: StepReport, name: str) -> float:
     if name != "rest":
         return step.phases.get(name, 0.0)
-    return max(0.0, step.seconds - sum(step.phases.get(phase, 0.0) for phase in SEQUENCE))
+    return rest(step.phases, step.seconds)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import RdtError
-from ..report import counted, save_figure
+from ..report import counted, new_figure, save_figure
 from .figures import bytes_text, seconds_text
 from .report import PlanReport
 
@@ -27,14 +26,7 @@ def draw(path: Path, report: PlanReport) -> None:
     Raises:
         RdtError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RdtError("drawing needs matplotlib, which is not installed; pip install 'rdt-core[demo]'") from error
-    # figure and canvas without pyplot: no global state, no window system
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, 9)
     (owners, readers), (phases, designs) = figure.subplots(2, 2)
     wire = next((phase for phase in report.phases if phase.name.startswith("wire")), None)
     slowest = f", bottleneck: {wire.bottleneck}" if wire is not None else ""
